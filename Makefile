@@ -1,0 +1,41 @@
+# What people and CI type. `make demo` and `make test` set everything up by themselves.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+SOURCES := vllm_specplugin tests benchmarks examples setup.py
+
+.PHONY: setup demo test test-unit lint format bench check-seams clean
+
+setup: $(STAMP)
+
+$(STAMP): setup.py pyproject.toml scripts/setup.sh examples/*/pyproject.toml
+	PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
+	touch $@
+
+demo: setup
+	$(BIN)/vllm-specplugin demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+test-unit: setup
+	$(BIN)/python -m pytest tests/unit tests/contract $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: setup
+	$(BIN)/python benchmarks/ngram.py --markdown docs/benchmarks/ngram.md $(ARGS)
+
+check-seams: setup
+	$(BIN)/python scripts/check_seams.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

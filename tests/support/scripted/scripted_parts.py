@@ -1,0 +1,122 @@
+"""Proposers and a verifier for tests: a folder on the Python path with a dist-info, found by entry points like any package.
+
+`scripted` does what each request asks for in `extra_args["specplugin"]["script"]`, so that one engine serves a whole
+matrix and requests of one batch can differ:
+
+    {"mode": "oracle", "prompt": number of prompt tokens, "tokens": the continuation to draft}
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_specplugin import Capabilities, Drafts, Proposer, SampleVerifier, Step, Verdict
+
+SEEN: dict[str, Any] = {"steps": 0, "drafted": 0, "forgotten": [], "verdicts": [], "rows": [], "hidden": []}
+"""What happened, for tests to look at inside the engine's process."""
+
+
+def reset() -> None:
+    SEEN.update(steps=0, drafted=0, forgotten=[], verdicts=[], rows=[], hidden=[])
+
+
+class ScriptedProposer(Proposer):
+    """Does what the requests say."""
+
+    capabilities = Capabilities(tokens="host")
+
+    def propose(self, step: Step) -> Drafts:
+        SEEN["steps"] += 1
+        modes = [(request.extra.get("script") or {}).get("mode") for request in step.requests]
+        if "none" in modes:
+            return None  # type: ignore[return-value]
+        if "exit" in modes:
+            sys.exit(3)
+        if "slow" in modes:
+            time.sleep(2.0)
+        rows = [self._row(step, row, mode) for row, mode in enumerate(modes)]
+        if "missing_row" in modes:
+            rows = rows[:-1]
+        SEEN["drafted"] += sum(len(row) for row in rows)
+        SEEN["rows"].append((step.request_ids, [len(row) for row in rows], step.lengths.tolist(), step.limits.tolist()))
+        if "nan" in modes:
+            nan = torch.full((len(rows), step.k, self.host.vocab_size), float("nan"))
+            return Drafts(rows, probabilities=nan)
+        if "tensor" in modes and rows:
+            return Drafts(torch.full((len(rows), step.k), 5, dtype=torch.int32))
+        return Drafts(rows)
+
+    def _row(self, step: Step, row: int, mode: str | None) -> list[Any]:
+        request, k = step.requests[row], step.k
+        script = request.extra.get("script") or {}
+        if mode == "raise":
+            raise RuntimeError(f"boom for {request.request_id}")
+        if mode == "over_long":  # whatever the limit says
+            return [5] * (k + 3)
+        if mode == "out_of_vocabulary":
+            return [5, self.host.vocab_size + 7, 5][: k or 1]
+        if mode == "huge":
+            return [2**40] * k
+        if mode == "negative":
+            return [-1] * k
+        if mode == "negative_later":
+            return [5, -5, 7][:k]
+        if mode == "float":
+            return [5.0] * k
+        limit = int(step.limits[row])
+        if mode in ("constant", "nan", "slow", "tensor", "missing_row"):
+            return [int(script.get("token", 5))] * limit
+        if mode == "random":
+            generator = step.noise.generator(row)
+            return generator.integers(0, self.host.vocab_size, size=limit).tolist()
+        if mode in ("oracle", "half_oracle"):
+            done = int(step.lengths[row]) - int(script["prompt"])
+            tokens = list(script["tokens"])[done : done + limit]
+            if mode == "half_oracle":  # right for a while, then wrong: every length of acceptance occurs
+                tokens = [
+                    token if (done + place) % 4 else (token + 1) % self.host.vocab_size for place, token in enumerate(tokens)
+                ]
+            return tokens
+        return []
+
+    def observe(self, verdict: Verdict) -> None:
+        assert verdict.tested is not None
+        SEEN["verdicts"].append((list(verdict.request_ids), verdict.tested.tolist(), verdict.accepted.tolist()))
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        SEEN["forgotten"].extend(request_ids)
+
+
+class HiddenStateProbe(Proposer):
+    """Drafts what the target's own head says of the hidden states it is given, and keeps both for the test."""
+
+    capabilities = Capabilities(tokens="host", hidden_states="last")
+
+    def load(self, target: torch.nn.Module) -> None:
+        self.target = target
+
+    def propose(self, step: Step) -> Drafts:
+        assert step.hidden_states is not None
+        predicted = self.target.compute_logits(step.hidden_states).argmax(dim=-1).tolist()
+        for row, token in enumerate(predicted):
+            committed = step.committed(row)
+            if len(committed):
+                SEEN["hidden"].append((int(committed[-1]), int(token)))
+        return Drafts([[token] * min(int(limit), 2) for token, limit in zip(predicted, step.limits, strict=True)])
+
+
+class RefuseAll(SampleVerifier):
+    """Accepts nothing: every pass emits one token, drawn from the target."""
+
+    lossless = True
+    needs_probabilities = False
+
+    def walk(self, target_ids: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor) -> Verdict:
+        token_ids = target_ids.clone()
+        token_ids[:, 1:] = -1
+        return Verdict(accepted=torch.zeros_like(lengths), token_ids=token_ids, tested=lengths)

@@ -1,0 +1,330 @@
+"""The guard: what stands between any proposer and the engine.
+
+Whatever a proposer does (raises, hangs, drafts too much, invents ids, answers late), the engine gets drafts that it can
+verify, in time, and requests get right answers. Each kind of fault is counted, and logged once.
+
+* **Shape.** A row is cut at its limit (k and max_model_len) and at its first id outside the vocabulary.
+* **Exceptions.** The step is tried again row by row, so that the request at fault is found: it decodes plainly from then
+  on, its neighbours keep their drafts. After `MAX_FAILED_STEPS` failed steps in a row the proposer is switched off.
+* **Time.** A proposer that lives on the host alone runs in a thread, and a step waits for it no longer than its budget;
+  a late answer is for a step that has passed, so it is dropped. One that works on the target's device cannot be left
+  behind (its work is in the engine's stream): it is measured, and skips as many steps as bring its mean back to the budget.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_specplugin.errors import DraftError
+from vllm_specplugin.proposers.base import Proposer
+from vllm_specplugin.types import Drafts, Step, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.specplugin")  # a child of vLLM's logger, so that it is formatted and shown like vLLM's own
+
+T = TypeVar("T")
+
+MAX_FAILED_STEPS = 8
+"""Steps in a row in which every row failed, after which a proposer is switched off."""
+
+
+class Fault(str, Enum):
+    """What a proposer can do wrong."""
+
+    __str__ = str.__str__
+
+    EXCEPTION = "exception"
+    LATE = "late"
+    TOO_LONG = "too_long"
+    BAD_TOKEN = "bad_token"
+    BAD_SHAPE = "bad_shape"
+    BAD_PROBABILITIES = "bad_probabilities"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedDrafts:
+    """Drafts that the engine can verify as they are."""
+
+    token_ids: NDArray[np.int64]
+    """`[rows, k]`, every id within the vocabulary; 0 from each row's length on."""
+    lengths: NDArray[np.int64]
+    """`[rows]`, at most the step's limits."""
+    probabilities: torch.Tensor | None = None
+    """`[rows, k, vocab]`, what the ids were drawn from; None where they were chosen without chance."""
+
+    def rows(self) -> list[list[int]]:
+        """The ragged rows."""
+        return [ids[:length] for ids, length in zip(self.token_ids.tolist(), self.lengths.tolist(), strict=True)]
+
+
+class Guard:
+    """Runs one proposer; has its verbs, and never raises."""
+
+    def __init__(self, proposer: Proposer, name: str, budget_ms: float) -> None:
+        self.proposer = proposer
+        self.name = name
+        self.budget_seconds = budget_ms / 1000
+        self.faults: Counter[Fault] = Counter()
+        """How often each fault happened."""
+        self.seconds = 0.0
+        """Time that steps waited for the proposer, over `steps` steps."""
+        self.steps = 0
+        self.switched_off = False
+        self._plain: set[str] = set()
+        self._to_forget: set[str] = set()
+        self._failed_steps = 0
+        self._steps_to_skip = 0
+        capabilities = proposer.capabilities
+        self._rows_are_independent = not capabilities.own_kv_cache
+        on_host_only = capabilities.tokens != "device" and capabilities.hidden_states == "none" and not capabilities.own_kv_cache
+        self._worker = Worker(f"specplugin-{name}") if on_host_only else None
+
+    def propose(self, step: Step) -> CheckedDrafts:
+        """The proposer's drafts for a step, checked; rows without drafts where it failed."""
+        if self.switched_off or step.num_rows == 0:
+            return _empty(step)
+        self.steps += 1
+        kept = [row for row, request in enumerate(step.requests) if request.request_id not in self._plain]
+        if len(kept) == step.num_rows:
+            return self._ask(step) or _empty(step)
+        result = _empty(step)
+        if kept and (drafts := self._ask(step.select(kept))) is not None:
+            # Probabilities are not carried over: a row of a proposer at fault is verified by its ids alone.
+            result.token_ids[kept] = drafts.token_ids
+            result.lengths[kept] = drafts.lengths
+        return result
+
+    def observe(self, verdict: Verdict) -> None:
+        """Hand the verdict on, unless the proposer has not kept up."""
+        late = self._worker is not None and self._worker.busy
+        if self.switched_off or late or type(self.proposer).observe is Proposer.observe:
+            return
+        self._caught("observe", lambda: self.proposer.observe(verdict))
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drop the state of requests that ended; at once, or as soon as the proposer is free."""
+        self._plain.difference_update(request_ids)
+        self._to_forget.update(request_ids)
+        if self._worker is None:
+            self._forget_now()
+        elif not self._worker.busy:
+            self._worker.run(self._forget_now, self.budget_seconds)
+
+    # -- asking ------------------------------------------------------------
+
+    def _ask(self, step: Step) -> CheckedDrafts | None:
+        if self._steps_to_skip > 0:
+            self._steps_to_skip -= 1
+            return self._missed(step)
+        if self._worker is not None and self._worker.busy:
+            return self._missed(step)
+        started = time.perf_counter()
+        if self._worker is None:
+            drafts = self._attempt(step)
+        else:
+            drafts = self._worker.run(lambda: self._attempt(step), self.budget_seconds)
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        if seconds <= self.budget_seconds:
+            return drafts
+        budget = f"a budget of {self.budget_seconds * 1000:g} ms per step"
+        self._fault(Fault.LATE, f"drafting takes {seconds * 1000:.0f} ms or more, of {budget}; steps go on without it")
+        if self._worker is None:
+            self._steps_to_skip = min(int(seconds / self.budget_seconds), 10_000)
+            return drafts
+        return self._missed(step)
+
+    def _missed(self, step: Step) -> None:
+        """The proposer does not see this step, so it must start afresh with the requests in it."""
+        self._to_forget.update(step.request_ids)
+
+    def _attempt(self, step: Step) -> CheckedDrafts | None:
+        self._forget_now()
+        try:
+            drafts = self._check(self.proposer.propose(step), step)
+        except Exception as error:
+            return self._after_exception(step, error)
+        self._failed_steps = 0
+        return drafts
+
+    def _after_exception(self, step: Step, error: Exception) -> CheckedDrafts | None:
+        kind = Fault.BAD_SHAPE if isinstance(error, DraftError) else Fault.EXCEPTION
+        self._fault(kind, f"propose: {_text(error)}", error)
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            self.switched_off = True
+            logger.error(
+                "The proposer %r failed in %d steps in a row and is switched off; decoding goes on without drafts.",
+                self.name,
+                self._failed_steps,
+            )
+            return None
+        return self._row_by_row(step) if self._rows_are_independent else None
+
+    def _row_by_row(self, step: Step) -> CheckedDrafts:
+        """Find the rows at fault: they decode plainly from now on, the others keep their drafts."""
+        result = _empty(step)
+        self._to_forget.update(step.request_ids)
+        self._forget_now()
+        failed = []
+        for row, request in enumerate(step.requests):
+            part = step.select([row])
+            try:
+                checked = self._check(self.proposer.propose(part), part)
+            except Exception:
+                failed.append(request.request_id)
+                continue
+            result.token_ids[row] = checked.token_ids[0]
+            result.lengths[row] = checked.lengths[0]
+        if len(failed) < step.num_rows:
+            self._failed_steps = 0
+        if len(failed) < step.num_rows or step.num_rows == 1:
+            self._plain.update(failed)
+        self._to_forget.update(failed)
+        return result
+
+    def _forget_now(self) -> None:
+        if self._to_forget:
+            request_ids = sorted(self._to_forget)
+            self._to_forget.clear()
+            self._caught("forget", lambda: self.proposer.forget(request_ids))
+
+    # -- checking ----------------------------------------------------------
+
+    def _check(self, drafts: Any, step: Step) -> CheckedDrafts:
+        if not isinstance(drafts, Drafts):
+            raise DraftError(f"propose returned {type(drafts).__name__}, not Drafts")
+        rows, k = step.num_rows, step.k
+        token_ids, lengths = _rectangular(drafts, rows)
+        probabilities = self._probabilities(drafts, rows, k)
+        width = token_ids.shape[1]
+        position = np.arange(width)
+        if (lengths > k).any():
+            self._fault(Fault.TOO_LONG, f"a row of {int(lengths.max())} drafts where k is {k}; it is cut")
+        lengths = np.minimum(lengths, np.minimum(step.limits, width))
+        bad = ((token_ids < 0) | (token_ids >= self.proposer.host.vocab_size)) & (position < lengths[:, None])  # [rows, width]
+        if bad.any():
+            row, column = np.argwhere(bad)[0]
+            self._fault(
+                Fault.BAD_TOKEN,
+                f"token id {int(token_ids[row, column])} is outside [0, {self.proposer.host.vocab_size}); the row is cut there",
+            )
+            lengths = np.where(bad.any(axis=1), np.minimum(lengths, bad.argmax(axis=1)), lengths)
+        if probabilities is not None:
+            lengths = self._cut_at_bad_probabilities(probabilities, lengths)
+        checked = np.zeros((rows, k), dtype=np.int64)
+        used = min(width, k)
+        checked[:, :used] = np.where(position[:used] < lengths[:, None], token_ids[:, :used], 0)
+        return CheckedDrafts(checked, lengths, probabilities)
+
+    def _probabilities(self, drafts: Drafts, rows: int, k: int) -> torch.Tensor | None:
+        if drafts.probabilities is None and drafts.logits is None:
+            return None
+        probabilities = drafts.probabilities if drafts.probabilities is not None else drafts.logits.float().softmax(dim=-1)  # type: ignore[union-attr]
+        expected = (rows, k, self.proposer.host.vocab_size)
+        if tuple(probabilities.shape) != expected:
+            raise DraftError(f"probabilities have the shape {tuple(probabilities.shape)}, not [rows, k, vocab] = {expected}")
+        return probabilities
+
+    def _cut_at_bad_probabilities(self, probabilities: torch.Tensor, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        total = probabilities.sum(dim=-1)  # [rows, k]
+        good = ((probabilities >= 0).all(dim=-1) & ((total - 1).abs() < 1e-2)).cpu().numpy()  # NaN is not good either
+        bad = ~good & (np.arange(good.shape[1]) < lengths[:, None])
+        if not bad.any():
+            return lengths
+        self._fault(Fault.BAD_PROBABILITIES, "probabilities that are NaN, negative or do not sum to 1; the row is cut there")
+        return np.where(bad.any(axis=1), np.minimum(lengths, bad.argmax(axis=1)), lengths)
+
+    # -- faults ------------------------------------------------------------
+
+    def _fault(self, kind: Fault, what: str, error: Exception | None = None) -> None:
+        self.faults[kind] += 1
+        if self.faults[kind] == 1:
+            text = "The proposer %r is at fault (%s): %s. Said once; answers are not affected."
+            logger.warning(text, self.name, kind, what, exc_info=error)
+
+    def _caught(self, verb: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._fault(Fault.EXCEPTION, f"{verb}: {_text(error)}", error)
+
+
+class Worker:
+    """A daemon thread that does one job at a time, and that nobody has to wait for."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    @property
+    def busy(self) -> bool:
+        """The last job is not done yet."""
+        return not self._idle.is_set()
+
+    def run(self, job: Callable[[], T], timeout: float) -> T | None:
+        """The job's result, or None where it takes longer than `timeout` seconds; it then goes on by itself."""
+        result: list[T] = []
+        self._idle.clear()
+        self._jobs.put(lambda: result.append(job()))
+        return result[0] if self._idle.wait(timeout) and result else None
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                job()
+            except BaseException as error:  # a proposer may call sys.exit; the thread must outlive it
+                logger.exception("A proposer's thread met %s.", type(error).__name__)
+            finally:
+                self._idle.set()
+
+
+def _rectangular(drafts: Drafts, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Token ids as `[rows, width]` and lengths as `[rows]`, from any of the forms that `Drafts` allows."""
+    ids = drafts.token_ids
+    if hasattr(ids, "shape"):
+        array = _array(ids)
+        if array.ndim != 2 or array.shape[0] != rows or array.dtype.kind not in "iu":
+            raise DraftError(f"token_ids are {array.dtype} {list(array.shape)}, not integers [rows, k] with {rows} rows")
+        lengths = np.full(rows, array.shape[1]) if drafts.lengths is None else _array(drafts.lengths)
+        if lengths.shape != (rows,) or lengths.dtype.kind not in "iu":
+            raise DraftError(f"lengths are {lengths.dtype} {list(lengths.shape)}, not integers [rows] with {rows} rows")
+        if (lengths < 0).any() or (lengths > array.shape[1]).any():
+            raise DraftError(f"lengths run from {lengths.min()} to {lengths.max()}, but token_ids have {array.shape[1]} columns")
+        return array.astype(np.int64, copy=False), lengths.astype(np.int64, copy=False)
+    if len(ids) != rows:
+        raise DraftError(f"{len(ids)} rows of drafts for {rows} rows")
+    widths = np.array([len(row) for row in ids], dtype=np.int64)
+    array = np.zeros((rows, int(widths.max(initial=0))), dtype=np.int64)
+    for row, tokens in enumerate(ids):
+        array[row, : len(tokens)] = [operator.index(token) for token in tokens]
+    return array, widths
+
+
+def _array(values: Any) -> NDArray[Any]:
+    return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+
+
+def _empty(step: Step) -> CheckedDrafts:
+    return CheckedDrafts(np.zeros((step.num_rows, step.k), dtype=np.int64), np.zeros(step.num_rows, dtype=np.int64))
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

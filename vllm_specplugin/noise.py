@@ -1,0 +1,46 @@
+"""Randomness for drafting, kept apart from the target's.
+
+Speculative sampling is lossless only while the draft's choice is independent of the noise that accepts it or draws its
+replacement (arXiv 2211.17192, appendix A.1). So drafting never touches the host's generators: every draw has a stream of
+its own, named by (seed, request, position, use).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from vllm_specplugin.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNoise:
+    """The noise source of one step: `rows` requests, each at the position of its first draft."""
+
+    engine_seed: int
+    requests: Sequence[Request]
+    """`[rows]`"""
+    positions: NDArray[np.int64]
+    """`[rows]`: the place of the first drafted token in its request."""
+
+    def generator(self, row: int, draft: int = 0, use: str = "draft") -> np.random.Generator:
+        """A fresh generator for draft number `draft` of a row; equal arguments give an equal stream in any batch.
+
+        A request with a seed draws from (seed, position) alone, so its drafts do not depend on its id or neighbours.
+        """
+        request = self.requests[row]
+        owner = f"seed:{request.seed}" if request.seed is not None else f"{self.engine_seed}:{request.request_id}"
+        name = f"{use}|{owner}|{int(self.positions[row]) + draft}".encode()
+        key = int.from_bytes(blake2b(name, digest_size=16, person=b"specplugin-draft").digest(), "little")
+        return np.random.Generator(np.random.Philox(key=key))
+
+    def select(self, rows: Sequence[int]) -> DraftNoise:
+        """The noise of some of the rows, in the order given."""
+        chosen = [self.requests[row] for row in rows]
+        return DraftNoise(self.engine_seed, chosen, self.positions[np.asarray(rows, dtype=np.int64)])

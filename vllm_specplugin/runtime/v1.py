@@ -1,0 +1,136 @@
+"""vLLM's V1 model runner (`v1/worker/gpu_model_runner.py`, and the CPU runner that derives from it).
+
+V1 builds our drafter itself (`custom_class`), but gives it too little: no request ids, no hidden states. So once a runner
+is built, `attach` gives that one object its own `propose_draft_token_ids`, `_update_states`, `_input_fits_in_drafter` and
+`rejection_sampler`. No class of vLLM is changed but for the hook that calls `attach`.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_specplugin.runtime.core import Runtime
+from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
+from vllm_specplugin.runtime.v1_sampler import SampleVerification, serve_every_logits_processor
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class V1Drafter:
+    """The drafter that V1 builds, loads and holds; the work is done by the methods that `attach` puts on the runner."""
+
+    supports_mm_inputs = False
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.runtime = Runtime(vllm_config, vllm_config.device_config.device, "v1")
+
+    def load_model(self, target: torch.nn.Module) -> None:
+        self.runtime.load(target)
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Never called: the runner's `propose_draft_token_ids` is replaced."""
+        raise RuntimeError("the V1 model runner was not attached to; run `vllm-specplugin doctor`")
+
+
+def attach(runner: GPUModelRunner) -> None:
+    """Take over drafting and verification of one runner whose configuration names a proposer."""
+    if not isinstance(runner.speculative_config, PluginSpeculativeConfig):
+        return
+    serve_every_logits_processor(runner)
+    drafter = getattr(runner, "drafter", None)
+    if not isinstance(drafter, V1Drafter):  # not the last pipeline stage
+        return
+    hooks = _Hooks(runner, drafter.runtime)
+    runner._update_states = hooks.update_states
+    runner._input_fits_in_drafter = hooks.input_fits_in_drafter
+    runner.propose_draft_token_ids = hooks.propose_draft_token_ids
+    runner.rejection_sampler = SampleVerification(runner, drafter.runtime.verifier)
+    if drafter.runtime.capabilities.hidden_states == "aux":
+        runner.use_aux_hidden_state_outputs = True
+
+
+class _Hooks:
+    """The methods that one runner gets."""
+
+    def __init__(self, runner: GPUModelRunner, runtime: Runtime) -> None:
+        self.runner = runner
+        self.runtime = runtime
+        self._stock_update_states = runner._update_states
+
+    def update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """As in stock, and the proposer forgets requests that ended or lost their KV cache."""
+        self.runtime.forget(chain(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ()))
+        return self._stock_update_states(scheduler_output)
+
+    def input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Always: stock stops drafting for the whole batch when one request nears max_model_len; here each row has a limit."""
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> list[list[int]]:
+        """Draft after bookkeeping: `sampled_token_ids` `[rows][emitted]` is already in the batch's token table."""
+        runner, runtime = self.runner, self.runtime
+        runner._draft_probs = runner._draft_prob_req_ids = None
+        batch = runner.input_batch
+        ids = batch.req_ids
+        requests = [runtime.request(request_id, runner.requests[request_id].sampling_params) for request_id in ids]
+        counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=len(ids))
+        if spec_decode_metadata is not None:
+            runtime.observe(requests, np.asarray(spec_decode_metadata.num_draft_tokens, dtype=np.int64), sampled_token_ids)
+        lengths = batch.num_tokens_no_spec[: len(ids)].astype(np.int64)
+        history = _TokenTable(batch.token_ids_cpu, lengths, runner.device)
+        hidden = aux = None
+        if runtime.capabilities.hidden_states != "none":
+            rows = _rows_of_last_tokens(counts, spec_decode_metadata, sample_hidden_states.device)
+            hidden = sample_hidden_states[rows]
+            if aux_hidden_states is not None:
+                places = common_attn_metadata.query_start_loc[1 : len(ids) + 1] - 1
+                if spec_decode_metadata is not None:
+                    places = spec_decode_metadata.logits_indices[rows]
+                aux = torch.cat([layer[places] for layer in aux_hidden_states], dim=-1)
+        committed = np.fromiter(chain.from_iterable(sampled_token_ids), dtype=np.int32, count=int(counts.sum()))
+        k = scheduler_output.num_spec_tokens_to_schedule
+        return runtime.propose(requests, k, committed, counts, lengths, history, hidden, aux).rows()
+
+
+class _TokenTable:
+    """`History` over V1's table of token ids, `[slots, max_model_len]` on the host."""
+
+    def __init__(self, table: NDArray[np.int32], lengths: NDArray[np.int64], device: torch.device) -> None:
+        self._table, self._lengths, self._device = table, lengths, device
+
+    def host(self, row: int) -> NDArray[np.int32]:
+        return self._table[row, : self._lengths[row]]
+
+    def device(self, row: int) -> torch.Tensor:
+        return torch.from_numpy(self.host(row)).to(self._device)
+
+
+def _rows_of_last_tokens(counts: NDArray[np.int64], spec_decode_metadata: Any, device: torch.device) -> torch.Tensor:
+    """`[rows]`: where in the sampled hidden states the one behind each row's last committed token lies.
+
+    A row with m drafts owns m + 1 consecutive states; having emitted n tokens, its last came from the n-th.
+    """
+    if spec_decode_metadata is None:
+        return torch.arange(len(counts), device=device)
+    owned = np.asarray(spec_decode_metadata.num_draft_tokens, dtype=np.int64) + 1
+    first = np.cumsum(owned) - owned
+    return torch.from_numpy(first + np.maximum(counts, 1) - 1).to(device)

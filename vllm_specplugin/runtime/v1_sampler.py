@@ -1,0 +1,230 @@
+"""Verification on the V1 runner, by the host's own sampler at every verified row.
+
+Stock V1 processes verified rows by code of its own, which leaves out logit_bias and min_p, reads uninitialised memory for
+temperature, top-k and top-p on the CPU, and cannot serve a request's seed there. Here each verified row becomes a request
+of its own, whose output is the committed one plus the drafts before it, and the batch of these goes through the same
+sampler as plain decoding. What the host serves without speculation is thereby served with it, in the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.logger import init_logger
+from vllm.utils.platform_utils import is_pin_memory_available
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, build_logitsprocs
+
+from vllm_specplugin.scorers.base import SampleVerifier
+
+if TYPE_CHECKING:
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = init_logger("vllm.specplugin")
+
+
+def _logits_processors(runner: GPUModelRunner, max_rows: int) -> LogitsProcessors:
+    """The processors of plain decoding (vLLM drops all but min_tokens when it sees a speculative configuration)."""
+    plain = copy.copy(runner.vllm_config)
+    plain.speculative_config = None
+    plain.scheduler_config = copy.copy(plain.scheduler_config)
+    plain.scheduler_config.max_num_seqs = max_rows
+    return build_logitsprocs(plain, runner.device, is_pin_memory_available(), runner.is_pooling_model, ())
+
+
+def serve_every_logits_processor(runner: GPUModelRunner) -> None:
+    """Let steps without drafts serve min_p and logit_bias, too; before the runner has seen a request."""
+    runner.input_batch.logitsprocs = _logits_processors(runner, runner.max_num_reqs)
+
+
+class SampleVerification(torch.nn.Module):
+    """Stands where V1 has its `RejectionSampler`."""
+
+    def __init__(self, runner: GPUModelRunner, verifier: SampleVerifier) -> None:
+        super().__init__()
+        self.runner = runner
+        self.verifier = verifier
+        max_rows = runner.max_num_reqs * (runner.num_spec_tokens + 1)
+        self.processors = _RowProcessors(_logits_processors(runner, max_rows))
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """Sample every row and walk.
+
+        Args:
+            metadata: how many drafts each request has, and which.
+            draft_probs: unused; a `SampleVerifier` needs none.
+            logits: `[total, vocab]`, for each request the rows before its drafts and after the last one.
+            sampling_metadata: the requests' sampling parameters; may change `logits` in place, as in plain decoding.
+
+        Returns:
+            SamplerOutput: `sampled_token_ids` `[requests, longest draft + 1]` int32, -1 after the last emitted token.
+        """
+        layout = _Layout(np.asarray(metadata.num_draft_tokens, dtype=np.int64), logits.device)
+        rows = self._as_requests(layout, metadata, sampling_metadata)
+        sampled = self.runner.sampler(logits=logits, sampling_metadata=rows)
+        target_ids = sampled.sampled_token_ids.view(-1)[layout.row_at]  # [requests, longest + 1]
+        draft_ids = layout.pad_drafts(metadata.draft_token_ids)  # [requests, longest]
+        verdict = self.verifier.walk(target_ids, draft_ids.to(target_ids.dtype), layout.lengths)
+        if isinstance(rows.generators, _RowGenerators):
+            rows.generators.rewind(layout.first_row, verdict.accepted.tolist())
+        return SamplerOutput(
+            sampled_token_ids=verdict.token_ids.to(torch.int32),
+            logprobs_tensors=None if sampled.logprobs_tensors is None else _select(sampled.logprobs_tensors, layout.row_at),
+        )
+
+    def _as_requests(self, layout: _Layout, metadata: SpecDecodeMetadata, requests: SamplingMetadata) -> SamplingMetadata:
+        index = layout.request_of_row_on_device
+        needs_output = bool(requests.bad_words_token_ids) or not requests.no_penalties
+        processors = self.processors.select(self.runner, layout, metadata)
+        drafts = layout.split(metadata.draft_token_ids.tolist()) if needs_output else []
+        return replace(
+            requests,
+            temperature=_repeat(requests.temperature, index),
+            top_p=_repeat(requests.top_p, index),
+            top_k=_repeat(requests.top_k, index),
+            generators=_RowGenerators(layout, requests.generators) if requests.generators else {},
+            prompt_token_ids=_repeat(requests.prompt_token_ids, index),
+            frequency_penalties=requests.frequency_penalties if requests.no_penalties else requests.frequency_penalties[index],
+            presence_penalties=requests.presence_penalties if requests.no_penalties else requests.presence_penalties[index],
+            repetition_penalties=requests.repetition_penalties if requests.no_penalties else requests.repetition_penalties[index],
+            output_token_ids=layout.outputs(requests.output_token_ids, drafts) if needs_output else [],
+            allowed_token_ids_mask=_repeat(requests.allowed_token_ids_mask, index),
+            bad_words_token_ids=layout.by_row(requests.bad_words_token_ids),
+            logitsprocs=processors,
+            logprob_token_ids=layout.by_row(requests.logprob_token_ids) if requests.logprob_token_ids else None,
+            spec_token_ids=None,
+        )
+
+
+class _Layout:
+    """Where the verified rows of each request lie: request i owns `drafts[i] + 1` consecutive rows."""
+
+    def __init__(self, drafts: NDArray[np.int64], device: torch.device) -> None:
+        self.drafts = drafts
+        owned = drafts + 1
+        longest = int(drafts.max(initial=0))
+        self.first_row = np.cumsum(owned) - owned
+        self.request_of_row = np.repeat(np.arange(len(drafts)), owned)
+        position = np.minimum(np.arange(longest + 1), drafts[:, None])
+        self.row_at = torch.from_numpy(self.first_row[:, None] + position).to(device)
+        """`[requests, longest + 1]`: the row of a request's position, its last row where it has fewer."""
+        self.request_of_row_on_device = torch.from_numpy(self.request_of_row).to(device)
+        self.lengths = torch.from_numpy(drafts).to(device)
+
+    def pad_drafts(self, flat: torch.Tensor) -> torch.Tensor:
+        """`[drafts in all]` to `[requests, longest]`; what lies past a request's drafts is not meant to be read."""
+        longest = self.row_at.shape[1] - 1
+        if flat.numel() == 0:
+            return flat.new_zeros((len(self.drafts), longest))
+        first = np.cumsum(self.drafts) - self.drafts
+        index = np.minimum(first[:, None] + np.arange(longest), flat.numel() - 1)
+        return flat[torch.from_numpy(index).to(flat.device)]
+
+    def split(self, flat: list[int]) -> list[list[int]]:
+        """Each request's drafts."""
+        ends = np.cumsum(self.drafts).tolist()
+        return [flat[end - count : end] for end, count in zip(ends, self.drafts.tolist(), strict=True)]
+
+    def outputs(self, committed: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:
+        """`[rows]`: a row's output is the committed one and the drafts before that row."""
+        return [
+            output if position == 0 else [*output, *draft[:position]]
+            for output, draft in zip(committed, drafts, strict=True)
+            for position in range(len(draft) + 1)
+        ]
+
+    def by_row(self, by_request: dict[int, Any] | None) -> dict[int, Any]:
+        """A mapping from request to value, as one from row to value."""
+        if not by_request:
+            return {}
+        return {row: by_request[request] for row, request in enumerate(self.request_of_row.tolist()) if request in by_request}
+
+
+class _RowGenerators(dict[int, torch.Generator]):
+    """Requests' generators, one entry per row, drawn from in the order of rows.
+
+    A request's rows share its generator, so row j gets the noise that plain decoding would give to its j-th next token.
+    The sampler draws while it iterates over `items`; the state after each draw is kept, so that afterwards the generator
+    can be set back to where plain decoding would be after the tokens that were really emitted.
+    """
+
+    def __init__(self, layout: _Layout, generators: dict[int, torch.Generator]) -> None:
+        super().__init__(layout.by_row(generators))
+        self._of_request = generators
+        self._state_after: dict[int, torch.Tensor] = {}
+
+    def items(self) -> Iterator[tuple[int, torch.Generator]]:  # type: ignore[override]
+        for row, generator in super().items():
+            yield row, generator
+            self._state_after[row] = generator.get_state()
+
+    def rewind(self, first_row: NDArray[np.int64], accepted: list[int]) -> None:
+        """Keep one draw per emitted token: `first_row` and `accepted` are `[requests]`."""
+        for request, generator in self._of_request.items():
+            state = self._state_after.get(int(first_row[request]) + accepted[request])
+            if state is None:
+                logger.warning_once(
+                    "This vLLM draws seeded noise in a way the plugin does not know: answers stay correct, but a seed does not "
+                    "repeat plain decoding's tokens."
+                )
+                return
+            generator.set_state(state)
+
+
+class _RowProcessors:
+    """The host's logits processors over verified rows, told of the rows as if they were requests."""
+
+    def __init__(self, processors: LogitsProcessors) -> None:
+        self.processors = processors
+        self._rows: list[int] = []
+        known = {"MinTokensLogitsProcessor", "LogitBiasLogitsProcessor", "MinPLogitsProcessor"}
+        self._any_request = any(type(processor).__name__ not in known for processor in processors.all)
+
+    def select(self, runner: GPUModelRunner, layout: _Layout, metadata: SpecDecodeMetadata) -> LogitsProcessors:
+        """The processors, ready for this step's rows; none at all where no request needs one."""
+        added = []
+        drafts: list[list[int]] | None = None
+        ids = runner.input_batch.req_ids
+        for request, request_id in enumerate(ids[: len(layout.drafts)]):
+            state = runner.requests.get(request_id)
+            params = getattr(state, "sampling_params", None)
+            if params is None or not (self._any_request or params.min_tokens or params.logit_bias or params.min_p):
+                continue
+            drafts = layout.split(metadata.draft_token_ids.tolist()) if drafts is None else drafts
+            for position in range(int(layout.drafts[request]) + 1):
+                output = [*state.output_token_ids, *drafts[request][:position]]
+                added.append((int(layout.first_row[request]) + position, params, state.prompt_token_ids, output))
+        if not added and not self._rows:
+            return LogitsProcessors()
+        rows = [row for row, *_ in added]
+        # A row that is added again replaces its predecessor; naming it as removed would undo that.
+        removed = sorted(set(self._rows).difference(rows))
+        update = BatchUpdate(batch_size=len(layout.request_of_row), removed=removed, added=added, moved=[])
+        for processor in self.processors.all:
+            processor.update_state(update)
+        self._rows = rows
+        return self.processors if added else LogitsProcessors()
+
+
+def _repeat(tensor: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
+    return None if tensor is None else tensor[index]
+
+
+def _select(logprobs: LogprobsTensors, row_at: torch.Tensor) -> LogprobsTensors:
+    """One entry for each place of `[requests, longest + 1]`; the host drops those of places without a token."""
+    rows = row_at.flatten()
+    return LogprobsTensors(logprobs.logprob_token_ids[rows], logprobs.logprobs[rows], logprobs.selected_token_ranks[rows])

@@ -1,0 +1,203 @@
+"""The data that passes between the parts: what a proposer is given, what it returns, what a verifier answers.
+
+Nothing here imports vLLM. Shapes use these letters: `rows` is the number of requests in this engine step, `k` the most
+tokens drafted per step, `vocab` the target's vocabulary, `hidden` its hidden size. A *row* is a place in this step's
+batch, not a request slot: the order of rows changes between steps, so state is kept by request id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_specplugin.config import SpecConfig
+    from vllm_specplugin.noise import DraftNoise
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a proposer needs and gives; declared on its class and checked once, at start."""
+
+    hidden_states: Literal["none", "last", "aux"] = "none"
+    """Which target hidden states each step must carry: none, the last layer's, or the auxiliary layers' too."""
+    tokens: Literal["none", "host", "device"] = "host"
+    """Where the proposer reads the known tokens: nowhere, as numpy arrays, or as tensors on the device."""
+    probabilities: bool = False
+    """It can return the distribution that each draft was drawn from."""
+    trees: bool = False
+    """It can return several continuations of one position."""
+    own_kv_cache: bool = False
+    """It keeps attention state of its own, so it must see every step of every request."""
+    checkpoint: bool = False
+    """It needs weights: the `model` key of the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The engine around a proposer, as far as a proposer may know it; constant for the life of the engine."""
+
+    vocab_size: int
+    """Ids in [0, vocab_size) can be drafted."""
+    max_model_len: int
+    """Most tokens in a request, prompt included."""
+    max_num_seqs: int
+    """Most rows in a step."""
+    num_speculative_tokens: int
+    """k, the most tokens that a step may draft per row."""
+    hidden_size: int
+    device: str
+    """Where the target runs, as PyTorch names it ('cpu', 'cuda:0')."""
+    dtype: str
+    """The target's type, as PyTorch names it ('bfloat16')."""
+    seed: int
+    """The engine's seed; noise for requests without a seed of their own starts from it."""
+    runner: Literal["v1", "v2"]
+    config: SpecConfig
+    """The configuration that named the proposer."""
+    model: str = ""
+    """The target's name or path."""
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1
+    """Drafts must be the same on every rank."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One request, constant while it lives."""
+
+    request_id: str
+    temperature: float = 0.0
+    """0 means greedy."""
+    seed: int | None = None
+    sampling: Any = None
+    """The host's own sampling parameters, complete."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the request said under `extra_args["specplugin"]`."""
+
+
+class History(Protocol):
+    """The tokens of a step's rows, fetched only when asked for."""
+
+    def host(self, row: int) -> NDArray[np.int32]:
+        """Every known token of a row, prompt first, this step's included: `[lengths[row]]`. Read only; valid during the step."""
+        ...
+
+    def device(self, row: int) -> torch.Tensor:
+        """The same as an integer tensor on the target's device: `[lengths[row]]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One engine step as a proposer sees it: the target has run, its tokens are committed, drafts are wanted.
+
+    Between `forget` calls a proposer sees every step of a request. A request id that it does not know (new, or after
+    `forget`) comes with a complete `history`; for a known one `committed` is what was added since the last step.
+    """
+
+    requests: Sequence[Request]
+    """`[rows]`"""
+    k: int
+    """The most tokens to draft per row in this step; may be 0."""
+    committed_ids: NDArray[np.int32]
+    """`[total]`: the tokens that this step committed, row after row."""
+    committed_offsets: NDArray[np.int64]
+    """`[rows + 1]`: row r committed `committed_ids[committed_offsets[r]:committed_offsets[r + 1]]`; none while it prefills."""
+    lengths: NDArray[np.int64]
+    """`[rows]`: known tokens per row, prompt and this step's included."""
+    limits: NDArray[np.int64]
+    """`[rows]`: the most drafts that are of use: at most k, and within max_model_len; 0 where none is wanted."""
+    history: History
+    noise: DraftNoise
+    """Randomness for drafting, apart from every stream that the verifier draws from."""
+    hidden_states: torch.Tensor | None = None
+    """`[rows, hidden]`: the target's last hidden state from which each row's last committed token was chosen, where asked for."""
+    aux_hidden_states: torch.Tensor | None = None
+    """`[rows, layers * hidden]`: the auxiliary layers' states at that place, where asked for."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """`[rows]`"""
+        return [request.request_id for request in self.requests]
+
+    def committed(self, row: int) -> NDArray[np.int32]:
+        """The tokens that this step committed in a row: `[number committed]`."""
+        return self.committed_ids[self.committed_offsets[row] : self.committed_offsets[row + 1]]
+
+    def select(self, rows: Sequence[int]) -> Step:
+        """This step with only some of its rows, in the order given."""
+        parts = [self.committed(row) for row in rows]
+        index = np.asarray(rows, dtype=np.int64)
+        return replace(
+            self,
+            requests=[self.requests[row] for row in rows],
+            committed_ids=np.concatenate(parts) if parts else self.committed_ids[:0],
+            committed_offsets=np.cumsum([0, *map(len, parts)], dtype=np.int64),
+            lengths=self.lengths[index],
+            limits=self.limits[index],
+            history=_SelectedHistory(self.history, list(rows)),
+            noise=self.noise.select(rows),
+            hidden_states=None if self.hidden_states is None else self.hidden_states[list(rows)],
+            aux_hidden_states=None if self.aux_hidden_states is None else self.aux_hidden_states[list(rows)],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _SelectedHistory:
+    history: History
+    rows: list[int]
+
+    def host(self, row: int) -> NDArray[np.int32]:
+        return self.history.host(self.rows[row])
+
+    def device(self, row: int) -> torch.Tensor:
+        return self.history.device(self.rows[row])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafts:
+    """What a proposer suggests for a step. Everything is checked before the engine sees it."""
+
+    token_ids: Sequence[Sequence[int]] | NDArray[np.integer] | torch.Tensor
+    """Ragged rows `[rows][<= k]`, or one array or tensor `[rows, k]` with `lengths`."""
+    lengths: NDArray[np.integer] | torch.Tensor | Sequence[int] | None = None
+    """`[rows]`: how many of each row's ids count; all of them where None."""
+    logits: torch.Tensor | None = None
+    """`[rows, k, vocab]`: exactly what each id was drawn from by softmax, temperature and truncation already applied."""
+    probabilities: torch.Tensor | None = None
+    """`[rows, k, vocab]`: the same as probabilities. None for both means that the ids were chosen without chance."""
+    parents: Sequence[Sequence[int]] | None = None
+    """For trees: `[rows][nodes]`, each node's parent (-1 is the last committed token), parents before children."""
+
+    @classmethod
+    def none(cls, num_rows: int) -> Drafts:
+        """No drafts for any row."""
+        return cls(token_ids=[[] for _ in range(num_rows)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What the target made of the drafts.
+
+    A verifier returns one without request ids, on its device; a proposer observes one with them, on the host.
+    """
+
+    accepted: torch.Tensor
+    """`[rows]`: how many drafts were accepted."""
+    token_ids: torch.Tensor
+    """`[rows, k + 1]`: the tokens emitted (the accepted drafts and one more), filled up with -1."""
+    tested: torch.Tensor | None = None
+    """`[rows]`: how many drafts were verified."""
+    request_ids: Sequence[str] = ()
+    """`[rows]`, where a proposer observes it."""
