@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm_specplugin.errors import ConfigError, suggestion
 from vllm_specplugin.proposers.base import Proposer
 from vllm_specplugin.registry import PROPOSERS, VERIFIERS, normalise
-from vllm_specplugin.scorers.base import Verifier
+from vllm_specplugin.scorers.base import SampleVerifier
 
 HOST_KEYS = frozenset(
     {
@@ -105,7 +105,7 @@ class ResolvedConfig:
     proposer: type[Proposer]
     options: BaseModel
     verifier_name: str
-    verifier: type[Verifier]
+    verifier: type[SampleVerifier]
     num_speculative_tokens: int
 
     def ignored(self) -> list[str]:
@@ -138,6 +138,11 @@ def resolve(config: SpecConfig) -> ResolvedConfig:
         raise ConfigError(
             f"'verifier' is {verifier_name!r}, which needs the drafts' probabilities, but 'draft_sampling' is 'greedy'; "
             "use 'one_hot' or 'auto', or a proposer with probabilities and 'draft_sampling': 'probabilistic'."
+        )
+    if not issubclass(verifier, SampleVerifier):
+        raise ConfigError(
+            f"'verifier' is {verifier_name!r}, which judges by probabilities; this version of the plugin runs verifiers that judge "
+            "by the target's samples (subclasses of vllm_specplugin.SampleVerifier). Use 'auto'."
         )
     return ResolvedConfig(
         config=config,

@@ -80,6 +80,8 @@ class Request:
     """The host's own sampling parameters, complete."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the request said under `extra_args["specplugin"]`."""
+    max_draft_tokens: int | None = None
+    """The most drafts per step that the request wants (a step's limits say so already); None where it leaves that open."""
 
 
 class History(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
+from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.guard import CheckedDrafts, Guard
 from vllm_specplugin.noise import DraftNoise
 from vllm_specplugin.proposers.base import Proposer
+from vllm_specplugin.request_args import draft_limit, read
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
-from vllm_specplugin.scorers.base import SampleVerifier
 from vllm_specplugin.types import History, Host, Request, Step, Verdict
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class Runtime:
         self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
         self.wants_verdicts = type(proposer).observe is not Proposer.observe
         self.verifier = self.resolved.verifier()
-        assert isinstance(self.verifier, SampleVerifier)
         self._requests: dict[str, Request] = {}
 
     @property
@@ -84,17 +84,26 @@ class Runtime:
         """What a proposer sees of a request; made when it is first scheduled."""
         known = self._requests.get(request_id)
         if known is None:
-            extra = (getattr(params, "extra_args", None) or {}).get("specplugin")
+            said = self._said(request_id, getattr(params, "extra_args", None))
             temperature = float(getattr(params, "temperature", 0.0) or 0.0)
             known = Request(
                 request_id=request_id,
                 temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
                 seed=getattr(params, "seed", None),
                 sampling=params,
-                extra=MappingProxyType(dict(extra)) if isinstance(extra, dict) else MappingProxyType({}),
+                extra=MappingProxyType(said),
+                max_draft_tokens=draft_limit(said),
             )
             self._requests[request_id] = known
         return known
+
+    @staticmethod
+    def _said(request_id: str, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+        try:
+            return read(extra_args)
+        except ConfigError as error:  # the front end refuses such requests; whatever gets past it must not stop the engine
+            logger.warning("Ignored in request %s: %s", request_id, error)
+            return {}
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests finished, were aborted or were preempted."""
@@ -129,7 +138,8 @@ class Runtime:
         """
         # A pass over d drafts can emit d + 1 tokens, and none may lie at or beyond max_model_len.
         room = self.max_model_len - 1 - lengths
-        limits = np.where(committed_counts > 0, np.clip(room, 0, k), 0)
+        wanted = np.array([k if request.max_draft_tokens is None else request.max_draft_tokens for request in requests], np.int64)
+        limits = np.where(committed_counts > 0, np.clip(room, 0, np.minimum(wanted, k)), 0)
         offsets = np.zeros(len(requests) + 1, dtype=np.int64)
         np.cumsum(committed_counts, out=offsets[1:])
         step = Step(

@@ -11,6 +11,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
+from vllm_specplugin import request_args
 from vllm_specplugin.errors import ConfigError, SeamError
 from vllm_specplugin.runtime import seams
 
@@ -155,12 +156,16 @@ def _validate_spec_decode(stock: Wrapper, self: Any, speculative_config: Any) ->
     if not hasattr(speculative_config, "plugin"):
         return stock(self, speculative_config)
     # min_p and logit_bias are served: on V1 by SampleVerification, on V2 by its own sampler at every row.
-    if speculative_config.runner == "v1" and getattr(self, "thinking_token_budget", None) is not None:
-        from vllm.exceptions import VLLMValidationError
+    from vllm.exceptions import VLLMValidationError
 
+    if speculative_config.runner == "v1" and getattr(self, "thinking_token_budget", None) is not None:
         raise VLLMValidationError(
             "thinking_token_budget is not served with a proposer on vLLM's V1 model runner; leave it out, or use V2."
         )
+    try:
+        request_args.read(self.extra_args)
+    except ConfigError as error:
+        raise VLLMValidationError(str(error)) from error
     return None
 
 

@@ -73,6 +73,8 @@ class SampleVerification(torch.nn.Module):
         Returns:
             SamplerOutput: `sampled_token_ids` `[requests, longest draft + 1]` int32, -1 after the last emitted token.
         """
+        if not any(metadata.num_draft_tokens):  # V1 comes here in every step; one without drafts is a plain one
+            return self.runner.sampler(logits=logits, sampling_metadata=sampling_metadata)
         layout = _Layout(np.asarray(metadata.num_draft_tokens, dtype=np.int64), logits.device)
         rows = self._as_requests(layout, metadata, sampling_metadata)
         sampled = self.runner.sampler(logits=logits, sampling_metadata=rows)

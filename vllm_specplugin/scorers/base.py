@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from vllm_specplugin.types import Verdict
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Verifier(ABC):

@@ -20,6 +20,9 @@ from vllm_specplugin import Capabilities, Drafts, Proposer, SampleVerifier, Step
 SEEN: dict[str, Any] = {"steps": 0, "drafted": 0, "forgotten": [], "verdicts": [], "rows": [], "hidden": []}
 """What happened, for tests to look at inside the engine's process."""
 
+WRONG_PLACES = {1, 3, 6, 10, 15}
+"""Where `half_oracle` errs (output positions modulo 21): ever farther apart, so that every length of acceptance occurs."""
+
 
 def reset() -> None:
     SEEN.update(steps=0, drafted=0, forgotten=[], verdicts=[], rows=[], hidden=[])
@@ -77,10 +80,10 @@ class ScriptedProposer(Proposer):
         if mode in ("oracle", "half_oracle"):
             done = int(step.lengths[row]) - int(script["prompt"])
             tokens = list(script["tokens"])[done : done + limit]
-            if mode == "half_oracle":  # right for a while, then wrong: every length of acceptance occurs
-                tokens = [
-                    token if (done + place) % 4 else (token + 1) % self.host.vocab_size for place, token in enumerate(tokens)
-                ]
+            if mode == "half_oracle":
+                for place in range(len(tokens)):
+                    if (done + place) % 21 in WRONG_PLACES:
+                        tokens[place] = (tokens[place] + 1) % self.host.vocab_size
             return tokens
         return []
 

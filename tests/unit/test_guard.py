@@ -1,0 +1,284 @@
+"""The guard: whatever a proposer does, the drafts that come out can be verified, in time."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.steps import host, step
+from vllm_specplugin import Capabilities, Drafts, Proposer, Step, Verdict
+from vllm_specplugin.guard import MAX_FAILED_STEPS, Fault, Guard
+from vllm_specplugin.proposers.base import ProposerOptions
+
+VOCAB = 100
+
+
+class Scripted(Proposer):
+    """Answers with what a function of the step says."""
+
+    def __init__(self, answer: Callable[[Step], Any]) -> None:
+        super().__init__(host(vocab_size=VOCAB), ProposerOptions())
+        self.answer = answer
+        self.forgotten: list[str] = []
+        self.verdicts: list[Verdict] = []
+        self.threads: set[int] = set()
+
+    def propose(self, step: Step) -> Drafts:
+        self.threads.add(threading.get_ident())
+        return self.answer(step)
+
+    def observe(self, verdict: Verdict) -> None:
+        self.verdicts.append(verdict)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self.forgotten += request_ids
+
+
+class OnDevice(Scripted):
+    """Works in the engine's own stream, so it cannot be left behind."""
+
+    capabilities = Capabilities(tokens="device")
+
+
+def guard_of(answer: Callable[[Step], Any], budget_ms: float = 5000, kind: type[Scripted] = Scripted) -> tuple[Guard, Scripted]:
+    proposer = kind(answer)
+    return Guard(proposer, "scripted", budget_ms), proposer
+
+
+def two_rows(**more: Any) -> Step:
+    return step({"a": [1, 2, 3], "b": [4, 5]}, **more)
+
+
+# -- good drafts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        Drafts([[7, 8], [9]]),
+        Drafts([np.array([7, 8]), (9,)]),
+        Drafts(np.array([[7, 8, 0], [9, 0, 0]], dtype=np.int16), lengths=[2, 1]),
+        Drafts(torch.tensor([[7, 8, 0, 0], [9, 0, 0, 0]]), lengths=torch.tensor([2, 1])),
+        Drafts(torch.tensor([[7, 8, 99, -1, 3, 3], [9, -1, 0, 0, 0, 0]], dtype=torch.int32), lengths=np.array([2, 1])),
+    ],
+    ids=["lists", "arrays", "rectangle", "tensor", "wide"],
+)
+def test_every_form_of_drafts(drafts: Drafts) -> None:
+    guard, _ = guard_of(lambda _: drafts)
+    checked = guard.propose(two_rows())
+    assert checked.rows() == [[7, 8], [9]]
+    assert checked.token_ids.shape == (2, 4)
+    assert not guard.faults
+
+
+def test_limits_cut_silently() -> None:
+    guard, _ = guard_of(lambda _: Drafts([[7, 8, 9], [7, 8, 9]]))
+    assert guard.propose(two_rows(limits=[1, 0])).rows() == [[7], []]
+    assert not guard.faults
+
+
+def test_k_of_zero() -> None:
+    guard, _ = guard_of(lambda _: Drafts([[], []]))
+    assert guard.propose(two_rows(k=0)).rows() == [[], []]
+    assert not guard.faults
+
+
+# -- bad drafts -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafts", "rows", "fault"),
+    [
+        (Drafts([[5] * 7, [6]]), [[5] * 4, [6]], Fault.TOO_LONG),
+        (Drafts([[5, VOCAB], [6]]), [[5], [6]], Fault.BAD_TOKEN),
+        (Drafts([[2**40], [6]]), [[], [6]], Fault.BAD_TOKEN),
+        (Drafts([[-1, 5], [6]]), [[], [6]], Fault.BAD_TOKEN),
+        (Drafts(torch.tensor([[5, -1], [6, 7]])), [[5], [6, 7]], Fault.BAD_TOKEN),
+        (Drafts([[5]] * 3), [[], []], Fault.BAD_SHAPE),
+        (Drafts(torch.zeros((2, 2))), [[], []], Fault.BAD_SHAPE),
+        (Drafts(torch.zeros((3, 2), dtype=torch.int64)), [[], []], Fault.BAD_SHAPE),
+        (Drafts(np.zeros((2, 2), dtype=np.int64), lengths=[3, 1]), [[], []], Fault.BAD_SHAPE),
+        (Drafts(np.zeros((2, 2), dtype=np.int64), lengths=[1]), [[], []], Fault.BAD_SHAPE),
+        (Drafts([[5], [6]], probabilities=torch.ones(2, 1, VOCAB)), [[], []], Fault.BAD_SHAPE),
+        (Drafts([[5.0], [6]]), [[], []], Fault.EXCEPTION),  # type: ignore[list-item]
+        (Drafts([["x"], [6]]), [[], []], Fault.EXCEPTION),  # type: ignore[list-item]
+        (None, [[], []], Fault.BAD_SHAPE),
+        ([[5], [6]], [[], []], Fault.BAD_SHAPE),
+    ],
+    ids=str,
+)
+def test_malformed_drafts(drafts: Any, rows: list[list[int]], fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
+    guard, _ = guard_of(lambda _: drafts)
+    with caplog.at_level(logging.WARNING):
+        assert guard.propose(two_rows()).rows() == rows
+        guard.propose(two_rows())
+    assert guard.faults[fault] >= 2
+    assert len([record for record in caplog.records if f"({fault})" in record.getMessage()]) == 1  # said once
+
+
+def probabilities(first: torch.Tensor) -> torch.Tensor:
+    rows = torch.full((2, 4, VOCAB), 1 / VOCAB)
+    rows[0, 1] = first
+    return rows
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -0.5, 0.5], ids=["nan", "negative", "sum"])
+def test_bad_probabilities_cut_the_row(bad: float) -> None:
+    wrong = torch.full((VOCAB,), 1 / VOCAB)
+    wrong[3] = bad
+    guard, _ = guard_of(lambda _: Drafts([[5, 6, 7], [8, 9]], probabilities=probabilities(wrong)))
+    assert guard.propose(two_rows()).rows() == [[5], [8, 9]]
+    assert guard.faults == {Fault.BAD_PROBABILITIES: 1}
+
+
+def test_logits_become_probabilities() -> None:
+    logits = torch.randn(2, 4, VOCAB)
+    guard, _ = guard_of(lambda _: Drafts([[5], [6]], logits=logits))
+    checked = guard.propose(two_rows())
+    assert checked.probabilities is not None
+    torch.testing.assert_close(checked.probabilities, logits.softmax(-1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(-3, VOCAB + 3), max_size=7), min_size=2, max_size=2), st.lists(st.integers(0, 4), min_size=2, max_size=2))
+def test_what_comes_out_can_always_be_verified(rows: list[list[int]], limits: list[int]) -> None:
+    guard = Guard(OnDevice(lambda _: Drafts(rows)), "scripted", 5000)
+    checked = guard.propose(two_rows(limits=limits))
+    assert checked.token_ids.shape == (2, 4)
+    assert ((checked.token_ids >= 0) & (checked.token_ids < VOCAB)).all()
+    for row, limit, drafts in zip(rows, limits, checked.rows(), strict=True):
+        assert len(drafts) <= limit
+        assert drafts == row[: len(drafts)]
+
+
+# -- exceptions -------------------------------------------------------------------
+
+
+def raises_for(name: str) -> Callable[[Step], Drafts]:
+    def answer(step: Step) -> Drafts:
+        if name in step.request_ids:
+            raise RuntimeError("boom")
+        return Drafts([[int(row[-1])] for row in (step.committed(place) for place in range(step.num_rows))])
+
+    return answer
+
+
+def test_the_request_at_fault_is_found_and_its_neighbour_keeps_its_drafts() -> None:
+    guard, proposer = guard_of(raises_for("a"))
+    assert guard.propose(two_rows()).rows() == [[], [5]]
+    assert guard.faults == {Fault.EXCEPTION: 1}
+    calls: list[list[str]] = []
+    answer = proposer.answer
+    proposer.answer = lambda step: calls.append(step.request_ids) or answer(step)  # type: ignore[func-returns-value]
+    for _ in range(2 * MAX_FAILED_STEPS):
+        assert guard.propose(two_rows()).rows() == [[], [5]]
+    assert guard.faults == {Fault.EXCEPTION: 1}  # the request decodes plainly, so it is not asked about again
+    assert all(names == ["b"] for names in calls)
+    guard.forget(["a"])
+    guard.propose(step({"a": [1]}))
+    assert guard.faults == {Fault.EXCEPTION: 2}  # a new request of that name is given a chance
+
+
+def test_a_proposer_that_always_fails_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    def answer(_: Step) -> Drafts:
+        raise ValueError("broken")
+
+    guard, proposer = guard_of(answer)
+    for _ in range(MAX_FAILED_STEPS + 5):
+        assert guard.propose(two_rows()).rows() == [[], []]
+    assert guard.switched_off
+    assert guard.steps == MAX_FAILED_STEPS
+    assert "switched off" in caplog.text
+    assert "ValueError: broken" in caplog.text
+
+
+def test_sys_exit_in_a_proposer_does_not_end_the_engine() -> None:
+    guard, _ = guard_of(lambda _: sys.exit(3))
+    assert guard.propose(two_rows()).rows() == [[], []]
+    guard.proposer.answer = lambda _: Drafts([[1], [2]])  # type: ignore[attr-defined]
+    assert guard.propose(two_rows()).rows() == [[1], [2]]
+
+
+def test_faults_in_the_other_verbs() -> None:
+    class Bad(Scripted):
+        def forget(self, request_ids: Sequence[str]) -> None:
+            raise RuntimeError("forget")
+
+        def observe(self, verdict: Verdict) -> None:
+            raise RuntimeError("observe")
+
+    guard, _ = guard_of(lambda _: Drafts([[1], [2]]), kind=Bad)
+    guard.forget(["a"])
+    guard.observe(Verdict(torch.zeros(1), torch.zeros(1, 1)))
+    assert guard.propose(two_rows()).rows() == [[1], [2]]
+    assert guard.faults == {Fault.EXCEPTION: 2}
+
+
+# -- time -------------------------------------------------------------------------
+
+
+def test_a_silent_proposer_is_left_behind_and_catches_up() -> None:
+    release = threading.Event()
+
+    def answer(step: Step) -> Drafts:
+        if "a" in step.request_ids and not release.is_set():
+            release.wait(30)
+            return Drafts([[66] for _ in step.requests])  # for a step that has passed
+        return Drafts([[7] for _ in step.requests])
+
+    guard, proposer = guard_of(answer, budget_ms=50)
+    assert guard.propose(step({"c": [1]})).rows() == [[7]]
+    started = time.perf_counter()
+    assert guard.propose(two_rows()).rows() == [[], []]
+    assert guard.propose(step({"c": [1, 2]})).rows() == [[]]  # busy: nobody waits
+    assert time.perf_counter() - started < 5  # far below the 30 s of silence, far above the budget
+    assert guard.faults == {Fault.LATE: 1}
+    guard.forget(["b"])
+    release.set()
+    deadline = time.monotonic() + 10
+    while guard._worker is not None and guard._worker.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert guard.propose(step({"a": [1, 2, 3, 4], "c": [1, 2, 3]})).rows() == [[7], [7]]  # fresh, not the late 66
+    assert {"a", "b", "c"} <= set(proposer.forgotten)  # it missed tokens of all three
+
+
+def test_a_proposer_on_the_device_pays_its_overrun_back() -> None:
+    guard, proposer = guard_of(lambda _: time.sleep(0.06) or Drafts([[1], [2]]), budget_ms=20, kind=OnDevice)  # type: ignore[func-returns-value]
+    assert guard.propose(two_rows()).rows() == [[1], [2]]
+    assert guard.faults == {Fault.LATE: 1}
+    skipped = 0
+    while guard.propose(two_rows()).rows() == [[], []]:
+        skipped += 1
+        assert skipped < 100
+    assert skipped >= 3  # 60 ms are three budgets
+    assert proposer.threads == {threading.get_ident()}
+
+
+def test_a_host_proposer_runs_in_one_thread_of_its_own() -> None:
+    guard, proposer = guard_of(lambda _: Drafts([[1], [2]]))
+    for _ in range(5):
+        guard.propose(two_rows())
+    assert len(proposer.threads) == 1
+    assert proposer.threads != {threading.get_ident()}
+
+
+# -- verbs ------------------------------------------------------------------------
+
+
+def test_verdicts_and_forgetting_reach_the_proposer() -> None:
+    guard, proposer = guard_of(lambda _: Drafts([[1], [2]]))
+    verdict = Verdict(torch.tensor([1]), torch.tensor([[1, 2]]), torch.tensor([1]), ["a"])
+    guard.observe(verdict)
+    guard.forget(["a", "unknown"])
+    assert proposer.verdicts == [verdict]
+    assert sorted(proposer.forgotten) == ["a", "unknown"]
