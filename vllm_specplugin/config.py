@@ -141,8 +141,8 @@ def resolve(config: SpecConfig) -> ResolvedConfig:
         )
     if not issubclass(verifier, SampleVerifier):
         raise ConfigError(
-            f"'verifier' is {verifier_name!r}, which judges by probabilities; this version of the plugin runs verifiers that judge "
-            "by the target's samples (subclasses of vllm_specplugin.SampleVerifier). Use 'auto'."
+            f"'verifier' is {verifier_name!r}, which judges by probabilities; this version of the plugin runs verifiers that "
+            "judge by the target's samples (subclasses of vllm_specplugin.SampleVerifier). Use 'auto'."
         )
     return ResolvedConfig(
         config=config,

@@ -148,9 +148,10 @@ class Guard:
             return drafts
         return self._missed(step)
 
-    def _missed(self, step: Step) -> None:
+    def _missed(self, step: Step) -> CheckedDrafts:
         """The proposer does not see this step, so it must start afresh with the requests in it."""
         self._to_forget.update(step.request_ids)
+        return _empty(step)
 
     def _attempt(self, step: Step) -> CheckedDrafts | None:
         self._forget_now()

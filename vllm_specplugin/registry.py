@@ -56,9 +56,7 @@ class Registry(Generic[PartT]):
     def entries(self) -> list[Entry]:
         """Every registered name, sorted; two packages that claim one name are both listed."""
         return [
-            Entry(name, point.value, _distribution(point))
-            for name, points in sorted(self._points().items())
-            for point in points
+            Entry(name, point.value, _distribution(point)) for name, points in sorted(self._points().items()) for point in points
         ]
 
     def names(self) -> list[str]:

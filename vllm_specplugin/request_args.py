@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from reprlib import repr  # shortens: what a client sent may be long
 from typing import Any
 
 from vllm_specplugin.errors import ConfigError
@@ -28,15 +29,15 @@ def read(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     if isinstance(said, str):
         try:
             said = json.loads(said)
-        except ValueError as error:
-            raise ConfigError(f"'{KEY}' is {said!r}, which is not JSON ({error}); expected an object, e.g. {EXAMPLE}.") from error
+        except (ValueError, RecursionError) as error:  # the latter: brackets without end
+            raise ConfigError(f"'{KEY}' is {repr(said)}, which is not JSON; expected an object, e.g. {EXAMPLE}.") from error
     if not isinstance(said, Mapping):
-        raise ConfigError(f"'{KEY}' is {said!r}; expected an object, e.g. {EXAMPLE}.")
+        raise ConfigError(f"'{KEY}' is {repr(said)}; expected an object, e.g. {EXAMPLE}.")
     enabled, most = said.get("enabled", True), said.get("max_draft_tokens", 0)
     if enabled not in (True, False):  # 0 and 1 too: that is what vLLM's HTTP server makes of booleans
-        raise ConfigError(f"'{KEY}.enabled' is {enabled!r}; expected true or false.")
+        raise ConfigError(f"'{KEY}.enabled' is {repr(enabled)}; expected true or false.")
     if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-        raise ConfigError(f"'{KEY}.max_draft_tokens' is {most!r}; expected an integer from 0 on.")
+        raise ConfigError(f"'{KEY}.max_draft_tokens' is {repr(most)}; expected an integer from 0 on.")
     return dict(said)
 
 

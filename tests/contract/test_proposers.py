@@ -52,7 +52,7 @@ class Conversation:
             committed = {}
             for name, tokens in self.known.items():
                 committed[name] = int(self.random.integers(0, K + 2))
-                tokens += self._text(committed[name])
+                tokens.extend(self._text(committed[name]))
             while len(self.known) < 3 or self.random.random() < 0.1:
                 name = f"request-{self.born}"
                 self.born += 1

@@ -53,7 +53,10 @@ def test_load_of_dump_is_equal(raw: dict[str, Any]) -> None:
     [
         ({"proposer": "ngrm"}, ["'ngrm' is no proposer", "did you mean 'ngram'?", "Installed:"]),
         ({"proposer": "ngram", "verifier": "one_hat"}, ["'one_hat' is no verifier", "did you mean 'one_hot'?"]),
-        ({"proposer": "ngram", "num_speculative_token": 3}, ["'num_speculative_token'", "did you mean 'num_speculative_tokens'?", "Valid:"]),
+        (
+            {"proposer": "ngram", "num_speculative_token": 3},
+            ["'num_speculative_token'", "did you mean 'num_speculative_tokens'?", "Valid:"],
+        ),
         ({"proposer": "ngram", "num_speculative_tokens": 0}, ["'num_speculative_tokens' is 0", "greater than or equal to 1"]),
         ({"proposer": "ngram", "num_speculative_tokens": 129}, ["129", "less than or equal to 128"]),
         ({"proposer": "ngram", "num_speculative_tokens": "5"}, ["is '5'", "integer"]),
@@ -95,7 +98,14 @@ def test_host_keys_are_kept_and_said_to_be_ignored() -> None:
 
 @pytest.mark.parametrize(
     ("raw", "ours"),
-    [({"proposer": "x"}, True), ({"pro-poser": "x"}, False), ({"method": "ngram"}, False), ({}, False), (None, False), ("proposer", False)],
+    [
+        ({"proposer": "x"}, True),
+        ({"pro-poser": "x"}, False),
+        ({"method": "ngram"}, False),
+        ({}, False),
+        (None, False),
+        ("proposer", False),
+    ],
 )
 def test_only_the_key_proposer_makes_a_configuration_ours(raw: Any, ours: bool) -> None:
     assert names_a_proposer(raw) is ours

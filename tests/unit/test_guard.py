@@ -150,7 +150,10 @@ def test_logits_become_probabilities() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.lists(st.integers(-3, VOCAB + 3), max_size=7), min_size=2, max_size=2), st.lists(st.integers(0, 4), min_size=2, max_size=2))
+@given(
+    st.lists(st.lists(st.integers(-3, VOCAB + 3), max_size=7), min_size=2, max_size=2),
+    st.lists(st.integers(0, 4), min_size=2, max_size=2),
+)
 def test_what_comes_out_can_always_be_verified(rows: list[list[int]], limits: list[int]) -> None:
     guard = Guard(OnDevice(lambda _: Drafts(rows)), "scripted", 5000)
     checked = guard.propose(two_rows(limits=limits))
@@ -193,7 +196,7 @@ def test_a_proposer_that_always_fails_is_switched_off(caplog: pytest.LogCaptureF
     def answer(_: Step) -> Drafts:
         raise ValueError("broken")
 
-    guard, proposer = guard_of(answer)
+    guard, _ = guard_of(answer)
     for _ in range(MAX_FAILED_STEPS + 5):
         assert guard.propose(two_rows()).rows() == [[], []]
     assert guard.switched_off

@@ -26,9 +26,7 @@ def target(known: Sequence[int]) -> torch.Tensor:
     k=st.integers(1, 5),
     seed=st.integers(0, 1000),
 )
-def test_any_drafter_gives_the_tokens_of_plain_decoding(
-    prompt: list[int], drafts: list[list[int]], k: int, seed: int
-) -> None:
+def test_any_drafter_gives_the_tokens_of_plain_decoding(prompt: list[int], drafts: list[list[int]], k: int, seed: int) -> None:
     generation = speculative(target, lambda known, _: drafts[len(known) % len(drafts)], prompt, 12, k, seed)
     assert generation.token_ids == plain(target, prompt, 12, seed)
     assert 0 <= generation.accepted <= generation.drafted

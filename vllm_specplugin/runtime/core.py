@@ -138,8 +138,8 @@ class Runtime:
         """
         # A pass over d drafts can emit d + 1 tokens, and none may lie at or beyond max_model_len.
         room = self.max_model_len - 1 - lengths
-        wanted = np.array([k if request.max_draft_tokens is None else request.max_draft_tokens for request in requests], np.int64)
-        limits = np.where(committed_counts > 0, np.clip(room, 0, np.minimum(wanted, k)), 0)
+        wanted = [k if request.max_draft_tokens is None else min(request.max_draft_tokens, k) for request in requests]
+        limits = np.where(committed_counts > 0, np.clip(room, 0, np.array(wanted, dtype=np.int64)), 0)
         offsets = np.zeros(len(requests) + 1, dtype=np.int64)
         np.cumsum(committed_counts, out=offsets[1:])
         step = Step(

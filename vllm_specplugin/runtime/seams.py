@@ -61,7 +61,13 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "target_model_config", "target_parallel_config"),
         without="the key 'proposer' is unknown to vLLM, whose own error says so",
     ),
-    Seam("config class", "derives from", "config/speculative.py", "SpeculativeConfig.__post_init__", "carry the keys to the workers"),
+    Seam(
+        "config class",
+        "derives from",
+        "config/speculative.py",
+        "SpeculativeConfig.__post_init__",
+        "carry the keys to the workers",
+    ),
     Seam("scheduling", "replaces", "config/vllm.py", "VllmConfig.__post_init__", "synchronous or asynchronous scheduling"),
     Seam("runner choice", "reads", "config/vllm.py", "VllmConfig.use_v2_model_runner", "know the runner"),
     Seam(
@@ -79,7 +85,9 @@ SEAMS: tuple[Seam, ...] = (
         "serve what the host refuses with speculation",
         ("self", "speculative_config"),
     ),
-    _v1("V1 runner", "replaces", _V1, "GPUModelRunner.__init__", "attach to a runner once built", "self", "vllm_config", "device"),
+    _v1(
+        "V1 runner", "replaces", _V1, "GPUModelRunner.__init__", "attach to a runner once built", "self", "vllm_config", "device"
+    ),
     _v1(
         "V1 drafting",
         "replaces",
@@ -97,7 +105,9 @@ SEAMS: tuple[Seam, ...] = (
         "common_attn_metadata",
         "slot_mappings",
     ),
-    _v1("V1 requests", "replaces", _V1, "GPUModelRunner._update_states", "forget requests that ended", "self", "scheduler_output"),
+    _v1(
+        "V1 requests", "replaces", _V1, "GPUModelRunner._update_states", "forget requests that ended", "self", "scheduler_output"
+    ),
     _v1(
         "V1 length edge",
         "replaces",
@@ -108,7 +118,14 @@ SEAMS: tuple[Seam, ...] = (
         "common_attn_metadata",
     ),
     _v1("V1 verification", "replaces", _V1, "GPUModelRunner.rejection_sampler", "verify (on the runner object)"),
-    _v1("V1 custom drafter", "calls", "v1/spec_decode/custom_class_proposer.py", "create_custom_proposer", "be built", "vllm_config"),
+    _v1(
+        "V1 custom drafter",
+        "calls",
+        "v1/spec_decode/custom_class_proposer.py",
+        "create_custom_proposer",
+        "be built",
+        "vllm_config",
+    ),
     _v1(
         "V1 sampler",
         "calls",
@@ -120,7 +137,9 @@ SEAMS: tuple[Seam, ...] = (
         "sampling_metadata",
     ),
     *(
-        _v1("V1 sampling metadata", "reads", "v1/sample/metadata.py", f"SamplingMetadata.{field}", "one row per verified position")
+        _v1(
+            "V1 sampling metadata", "reads", "v1/sample/metadata.py", f"SamplingMetadata.{field}", "one row per verified position"
+        )
         for field in ("temperature", "top_p", "top_k", "generators", "no_penalties", "output_token_ids", "logitsprocs")
     ),
     _v1(
@@ -135,11 +154,15 @@ SEAMS: tuple[Seam, ...] = (
         "is_pooling_model",
     ),
     *(
-        _v1("V1 batch update", "calls", "v1/sample/logits_processor/interface.py", f"BatchUpdate.{field}", "tell them of the rows")
+        _v1(
+            "V1 batch update", "calls", "v1/sample/logits_processor/interface.py", f"BatchUpdate.{field}", "tell them of the rows"
+        )
         for field in ("batch_size", "removed", "added", "moved")
     ),
     _v1("V1 draft counts", "reads", "v1/spec_decode/metadata.py", "SpecDecodeMetadata.num_draft_tokens", "which rows are whose"),
-    _v2("V2 runner", "replaces", _V2, "GPUModelRunner.__init__", "attach to a runner once built", "self", "vllm_config", "device"),
+    _v2(
+        "V2 runner", "replaces", _V2, "GPUModelRunner.__init__", "attach to a runner once built", "self", "vllm_config", "device"
+    ),
     _v2(
         "V2 factory",
         "replaces",
@@ -150,7 +173,14 @@ SEAMS: tuple[Seam, ...] = (
         "device",
         "req_states",
     ),
-    _v2("V2 draft lengths", "replaces", _V2, "GPUModelRunner.take_draft_token_ids", "shorter drafts (on the runner object)", "self"),
+    _v2(
+        "V2 draft lengths",
+        "replaces",
+        _V2,
+        "GPUModelRunner.take_draft_token_ids",
+        "shorter drafts (on the runner object)",
+        "self",
+    ),
     _v2(
         "V2 speculator",
         "derives from",
@@ -186,7 +216,14 @@ SEAMS: tuple[Seam, ...] = (
         "model",
     ),
     *(
-        _v2("V2 model state", "derives from", "v1/worker/gpu/model_states/interface.py", f"ModelState.{hook}", purpose, *parameters)
+        _v2(
+            "V2 model state",
+            "derives from",
+            "v1/worker/gpu/model_states/interface.py",
+            f"ModelState.{hook}",
+            purpose,
+            *parameters,
+        )
         for hook, purpose, parameters in (
             ("custom_sampler", "verify", ("self", "sampler")),
             ("add_request", "meet requests", ("self", "req_index", "new_req_data")),
