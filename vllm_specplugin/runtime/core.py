@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from vllm_specplugin.errors import ConfigError
@@ -17,8 +17,8 @@ from vllm_specplugin.guard import CheckedDrafts, Guard
 from vllm_specplugin.noise import DraftNoise
 from vllm_specplugin.proposers.base import Proposer
 from vllm_specplugin.request_args import draft_limit, read
-from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
-from vllm_specplugin.types import History, Host, Request, Step, Verdict
+from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig, host_of
+from vllm_specplugin.types import Capabilities, History, Request, Step, Verdict
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,34 +36,27 @@ class Runtime:
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Literal["v1", "v2"]) -> None:
         spec = vllm_config.speculative_config
         assert isinstance(spec, PluginSpeculativeConfig)
-        model = vllm_config.model_config
         self.resolved = spec.resolve()
         self.k: int = spec.num_speculative_tokens
-        self.max_model_len: int = model.max_model_len
-        self.host = Host(
-            vocab_size=model.get_vocab_size(),
-            max_model_len=self.max_model_len,
-            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-            num_speculative_tokens=self.k,
-            hidden_size=model.get_hidden_size(),
-            device=str(device),
-            dtype=str(model.dtype).removeprefix("torch."),
-            seed=model.seed or 0,
-            runner=runner,
-            config=self.resolved.config,
-            model=model.model,
-            tensor_parallel_rank=get_tensor_model_parallel_rank(),
-            tensor_parallel_size=get_tensor_model_parallel_world_size(),
-        )
+        self.host = host_of(vllm_config, self.resolved, runner, str(device), get_tensor_model_parallel_rank())
+        self._model_config = vllm_config.model_config
         proposer = self.resolved.proposer(self.host, self.resolved.options)
         self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
         self.wants_verdicts = type(proposer).observe is not Proposer.observe
         self.verifier = self.resolved.verifier()
         self._requests: dict[str, Request] = {}
+        self._drafted: dict[str, int] = {}
+        """How many drafts each request was given last."""
 
     @property
-    def capabilities(self) -> Any:
+    def capabilities(self) -> Capabilities:
         return self.resolved.proposer.capabilities
+
+    @property
+    def max_model_len(self) -> int:
+        """Asked anew in each step: vLLM may lower it after the drafter is built, to fit the KV cache into memory."""
+        limit: int = self._model_config.max_model_len
+        return limit
 
     def load(self, target: torch.nn.Module) -> None:
         """Load the proposer; an error here stops the start, as any error of loading a model does."""
@@ -108,6 +101,8 @@ class Runtime:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests finished, were aborted or were preempted."""
         gone = [request_id for request_id in request_ids if self._requests.pop(request_id, None) is not None]
+        for request_id in gone:
+            self._drafted.pop(request_id, None)
         if gone:
             self.guard.forget(gone)
 
@@ -154,17 +149,22 @@ class Runtime:
             hidden_states=hidden_states,
             aux_hidden_states=aux_hidden_states,
         )
-        return self.guard.propose(step)
+        checked = self.guard.propose(step)
+        self._drafted.update(zip(step.request_ids, checked.lengths.tolist(), strict=True))
+        return checked
 
     def observe(self, requests: Sequence[Request], tested: NDArray[np.int64], rows: Sequence[Sequence[int]]) -> None:
         """Tell the proposer what became of its drafts.
 
         Args:
             requests: `[rows]`.
-            tested: `[rows]`, how many drafts were verified.
+            tested: `[rows]`, how many drafts the host verified; it may have filled a row up with ones that nobody made.
             rows: `[rows]`, the tokens each row emitted, the bonus or corrected token included.
         """
-        if not self.wants_verdicts or not len(tested) or not tested.any():
+        if not self.wants_verdicts:
+            return
+        tested = np.minimum(tested, [self._drafted.get(request.request_id, 0) for request in requests])
+        if not tested.any():
             return
         width = max(map(len, rows))
         token_ids = torch.full((len(rows), width), -1, dtype=torch.int64)

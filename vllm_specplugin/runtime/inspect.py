@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugin.config import SpecConfig
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.runtime.seams import Runner
 from vllm_specplugin.types import Host
@@ -64,11 +63,15 @@ def describe(model: str | None, speculative_config: Mapping[str, Any] | None, fl
         raise EngineFlagError(f"the model's folder {model} does not exist")
     with _quiet():
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
 
         from vllm_specplugin.runtime.install import install
 
         # Here even where VLLM_PLUGINS keeps the plugin out of engines, so that all the rest can be told as well.
         install()
+        if current_platform.is_unspecified():
+            text = "vLLM finds no device here that it can run on (a build for GPUs on a machine without one, perhaps)"
+            return Engine("none", *_guessed_runner(), problem=text)
         if model is None:
             return _without_model()
         _one_line_errors(lambda: EngineArgs(model=model, **flags).create_model_config())
@@ -107,14 +110,12 @@ def _one_line_errors(action: Callable[[], object]) -> None:
 
 
 def _without_model(problem: str = "") -> Engine:
-    from vllm import envs
     from vllm.config import VllmConfig
 
     try:
         runner, why = _runner(VllmConfig())
     except Exception as error:  # V2 asked for where it cannot run, for example
-        asked = envs.VLLM_USE_V2_MODEL_RUNNER
-        runner, why = ("v2" if asked else "v1"), f"VLLM_USE_V2_MODEL_RUNNER={int(bool(asked))}"
+        runner, why = _guessed_runner()
         problem = problem or reason(error)
     return Engine(platform=_platform(), runner=runner, runner_why=why, problem=problem)
 
@@ -123,8 +124,13 @@ def _from_config(config: Any, flags: Mapping[str, Any]) -> Engine:
     spec = config.speculative_config
     runner, runner_why = _runner(config)
     ours = hasattr(spec, "plugin")
-    host = _host(config, runner) if ours else None
-    tokens = spec.resolve().proposer.capabilities.tokens if ours else ""
+    host, tokens = None, ""
+    if ours:
+        from vllm_specplugin.runtime.spec_config import host_of
+
+        resolved = spec.resolve()
+        host = host_of(config, resolved, runner, str(config.device_config.device_type))
+        tokens = resolved.proposer.capabilities.tokens
     return Engine(
         platform=_platform(),
         runner=runner,
@@ -135,6 +141,17 @@ def _from_config(config: Any, flags: Mapping[str, Any]) -> Engine:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         host=host,
     )
+
+
+def _guessed_runner() -> tuple[Runner, str]:
+    """The runner that would be taken, where vLLM refuses to make any configuration."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    if asked is not None:
+        return ("v2" if asked else "v1"), f"VLLM_USE_V2_MODEL_RUNNER={int(asked)}"
+    return ("v2" if HAS_TRITON else "v1"), "a guess, since vLLM refuses every configuration here"
 
 
 def _runner(config: Any) -> tuple[Runner, str]:
@@ -178,27 +195,6 @@ def _platform() -> str:
         name = str(current_platform.get_device_name())
         return kind if name.lower() == kind else f"{kind} ({name})"
     return kind
-
-
-def _host(config: Any, runner: Runner) -> Host:
-    """The `Host` that the runtime will make, on rank 0."""
-    model = config.model_config
-    resolved = config.speculative_config.resolve()
-    parsed: SpecConfig = resolved.config
-    return Host(
-        vocab_size=model.get_vocab_size(),
-        max_model_len=model.max_model_len,
-        max_num_seqs=config.scheduler_config.max_num_seqs,
-        num_speculative_tokens=resolved.num_speculative_tokens,
-        hidden_size=model.get_hidden_size(),
-        device=str(config.device_config.device_type),
-        dtype=str(model.dtype).removeprefix("torch."),
-        seed=model.seed or 0,
-        runner=runner,
-        config=parsed,
-        model=model.model,
-        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
-    )
 
 
 def checkpoint_bytes(model: str) -> int | None:

@@ -31,6 +31,7 @@ def install() -> None:
         ("vllm.sampling_params", _on_sampling_params),
         ("vllm.v1.worker.gpu_model_runner", _on_v1_runner),
         ("vllm.v1.worker.gpu.model_runner", _on_v2_runner),
+        ("llvmlite.binding.ffi", _on_llvmlite),
     ):
         register_post_import_hook(_stepping_aside(hook), module)
 
@@ -203,3 +204,15 @@ def _v2_init(stock: Wrapper, self: Any, vllm_config: Any, *args: Any, **kwargs: 
         from vllm_specplugin.runtime import v2
 
         v2.attach(self)
+
+
+# -- numba ------------------------------------------------------------------------
+
+
+def _on_llvmlite(module: Any) -> None:
+    """Let proposers use numba on the CPU.
+
+    When a worker starts there, vLLM looks for its kernels in the `__dict__` of everything in every module. llvmlite's library
+    object takes any name for a C function, this one too, and the engine would die of it.
+    """
+    module.lib._fntab.setdefault("__dict__", {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
@@ -19,6 +19,10 @@ from vllm.config.utils import config
 from vllm_specplugin.config import ResolvedConfig, SpecConfig, resolve
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.registry import normalise
+from vllm_specplugin.types import Host
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 DRAFTER_PATH = "vllm_specplugin.runtime.v1.V1Drafter"
 """What vLLM's V1 runner builds for `custom_class`."""
@@ -37,6 +41,8 @@ class PluginSpeculativeConfig(SpeculativeConfig):
         self.method = "custom_class"
         self.model = DRAFTER_PATH
         super().__post_init__()
+        # vLLM sets 0 here, which its own validation refuses when `dataclasses.replace` makes a copy.
+        self.prompt_lookup_max = self.prompt_lookup_min = None
 
     def resolve(self) -> ResolvedConfig:
         """The classes behind the names."""
@@ -83,4 +89,26 @@ def create(
         num_speculative_tokens=resolved.num_speculative_tokens,
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
+    )
+
+
+def host_of(
+    vllm_config: VllmConfig, resolved: ResolvedConfig, runner: Literal["v1", "v2"], device: str, tensor_parallel_rank: int = 0
+) -> Host:
+    """What a proposer is told of the engine that a configuration describes."""
+    model = vllm_config.model_config
+    return Host(
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        num_speculative_tokens=resolved.num_speculative_tokens,
+        hidden_size=model.get_hidden_size(),
+        device=device,
+        dtype=str(model.dtype).removeprefix("torch."),
+        seed=model.seed or 0,
+        runner=runner,
+        config=resolved.config,
+        model=model.model,
+        tensor_parallel_rank=tensor_parallel_rank,
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
     )

@@ -95,8 +95,8 @@ class ScriptedProposer(Proposer):
         SEEN["forgotten"].extend(request_ids)
 
 
-class HiddenStateProbe(Proposer):
-    """Drafts what the target's own head says of the hidden states it is given, and keeps both for the test."""
+class HiddenStateProbe(ScriptedProposer):
+    """Scripted, and keeps what the target's own head makes of the hidden states beside the token that was committed."""
 
     capabilities = Capabilities(tokens="host", hidden_states="last")
 
@@ -109,8 +109,8 @@ class HiddenStateProbe(Proposer):
         for row, token in enumerate(predicted):
             committed = step.committed(row)
             if len(committed):
-                SEEN["hidden"].append((int(committed[-1]), int(token)))
-        return Drafts([[token] * min(int(limit), 2) for token, limit in zip(predicted, step.limits, strict=True)])
+                SEEN["hidden"].append((len(committed), int(committed[-1]), int(token)))
+        return super().propose(step)
 
 
 class RefuseAll(SampleVerifier):
@@ -123,3 +123,31 @@ class RefuseAll(SampleVerifier):
         token_ids = target_ids.clone()
         token_ids[:, 1:] = -1
         return Verdict(accepted=torch.zeros_like(lengths), token_ids=token_ids, tested=lengths)
+
+
+class AcceptAll(SampleVerifier):
+    """A negative control, wrong on purpose: whatever is drafted is emitted."""
+
+    lossless = False
+    needs_probabilities = False
+
+    def walk(self, target_ids: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor) -> Verdict:
+        position = torch.arange(target_ids.shape[1], device=target_ids.device)
+        padded = torch.cat([draft_ids, draft_ids[:, :1]], dim=1).to(target_ids.dtype)
+        token_ids = torch.where(position < lengths[:, None], padded, target_ids)
+        return Verdict(lengths, token_ids.masked_fill(position > lengths[:, None], -1), lengths)
+
+
+class NextRowAfterRefusal(SampleVerifier):
+    """A negative control, wrong on purpose: what follows a refusal comes from the row behind the refused draft."""
+
+    lossless = False
+    needs_probabilities = False
+
+    def walk(self, target_ids: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor) -> Verdict:
+        position = torch.arange(target_ids.shape[1], device=target_ids.device)
+        agrees = (target_ids[:, :-1] == draft_ids) & (position[:-1] < lengths[:, None])
+        accepted = agrees.long().cumprod(dim=1).sum(dim=1)
+        wrong = target_ids.gather(1, torch.minimum(accepted + 1, lengths)[:, None])
+        token_ids = torch.where(position == accepted[:, None], wrong, target_ids)
+        return Verdict(accepted, token_ids.masked_fill(position > accepted[:, None], -1), lengths)

