@@ -41,6 +41,25 @@ def interpreter_is_set_up(llm: Any) -> bool:
     return "v2_on_cpu" in sys.modules and os.environ["TRITON_INTERPRET"] == "1"
 
 
+def draws(llm: Any) -> list[tuple[list[int], list[int]]]:
+    """The tokens that vLLM's sampling kernel draws under the interpreter, and those of what stands in for it."""
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    generator = torch.Generator().manual_seed(0)
+    temperature = torch.tensor([0.0, 1.0, 0.5, 0.01, 2.0, 1.3])
+    seed = torch.randint(-(2**62), 2**62, (6,), generator=generator)
+    both = []
+    for vocabulary in (16, 258, 2500):
+        logits = torch.randn(40, vocabulary, generator=generator) * 2
+        logits[5, 4:] = float("-inf")
+        slots = torch.randint(-1, 6, (40,), generator=generator, dtype=torch.int32)
+        positions = torch.randint(0, 2**20, (40,), generator=generator)
+        for apply_temperature in (True, False):
+            asked = (logits, slots, temperature, seed, positions, apply_temperature, False)
+            both.append((gumbel.interpreted_gumbel_sample(*asked).tolist(), gumbel.gumbel_sample(*asked).tolist()))
+    return both
+
+
 def complain(llm: Any, subject: str) -> None:
     raise LookupError(f"no {subject} here")
 
@@ -139,6 +158,12 @@ def test_interpreted_top_k_top_p_keeps_the_tokens_it_should() -> None:
         mass = (weights / weights.sum()).cumsum(0)
         enough = len(order) if p[row] == 1.0 else int((mass < p[row]).sum()) + 1
         assert kept[row].nonzero().flatten().tolist() == sorted(order[:enough])
+
+
+def test_hurried_sampler_draws_what_the_kernel_draws(v2: EngineWorker) -> None:
+    for kernel, hurried in v2.call("tests.engine.test_harness:draws"):
+        assert hurried == kernel
+        assert len(set(kernel)) > 10
 
 
 # -- engines -------------------------------------------------------------------------------------------------

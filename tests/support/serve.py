@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.support.engine import ENGINE_DEFAULTS, ROOT, worker_environment
 from tests.support.hosts import dist_info_vllm
 
-START_TIMEOUT = 300.0  # seconds: two processes import vLLM, one after the other
+START_TIMEOUT = 240.0  # seconds: two processes import vLLM, one after the other; less than a test may take
 _LOG_TAIL = 4000
 _TAKEN = "address already in use"
 
@@ -139,6 +139,9 @@ def run_to_its_end(model: Path, flags: Sequence[str], timeout: float = START_TIM
         )
         try:
             output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            printed = (error.output or b"").decode(errors="replace")
+            raise RuntimeError(f"vllm serve did not end within {timeout:g} s\n{printed[-_LOG_TAIL:]}") from error
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

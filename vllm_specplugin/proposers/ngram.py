@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.proposers.base import Proposer, ProposerOptions
-from vllm_specplugin.proposers.ngram_index import WORD_BYTES, NgramIndex, block_words
-from vllm_specplugin.proposers.ngram_kernels import MAX_LEVELS, MAX_TOKENS
+from vllm_specplugin.proposers.ngram_index import NgramIndex, most_bytes
+from vllm_specplugin.proposers.ngram_kernels import MAX_N, MAX_TOKENS
 from vllm_specplugin.types import Capabilities, Drafts, Host, Step
 
 if TYPE_CHECKING:
@@ -27,21 +27,21 @@ class NgramOptions(ProposerOptions):
     min_n: int = Field(
         default=2,
         ge=1,
-        le=MAX_LEVELS,
+        le=MAX_N,
         description="Shortest suffix, in tokens, whose earlier occurrence is worth drafting from. 1 drafts nearly always, which "
         "pays at a small batch; 3 or more drafts seldom and well, which suits a large one.",
     )
     max_n: int = Field(
         default=5,
         ge=1,
-        le=MAX_LEVELS,
+        le=MAX_N,
         description="Longest suffix that is told apart: of all occurrences that agree on this many tokens the latest is taken.",
     )
     max_index_mib: int = Field(
         default=1024,
         ge=1,
-        description="Most memory of the index, in MiB. A request takes 16 to 36 bytes per token, up to twice that while its "
-        "phrases recur in ever new surroundings; requests beyond the bound decode without drafts until others end.",
+        description="Most memory of the index, in MiB. A request takes 16 to 32 bytes per token, and never more than 64; "
+        "requests beyond the bound decode without drafts until others end.",
     )
     index_tokens_per_step: int = Field(
         default=65536,
@@ -109,9 +109,8 @@ class NgramProposer(Proposer[NgramOptions]):
 
     @classmethod
     def memory_bill(cls, host: Host, options: NgramOptions) -> dict[str, int]:
-        """The index at its largest: every request full of text that has an entry of every length for each token."""
-        block = block_words(host.max_model_len, entries_per_token=options.max_n - options.min_n + 1)
-        worst = host.max_num_seqs * block * WORD_BYTES
+        """The index at its largest: every request at full length, of text that makes two entries per token."""
+        worst = most_bytes(host.max_model_len, host.max_num_seqs)
         return {"n-gram index (16-32 B per token)": min(worst, options.max_index_mib << 20)}
 
     def memory_bytes(self) -> int:

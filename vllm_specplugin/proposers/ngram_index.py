@@ -30,12 +30,17 @@ def block_words(num_tokens: int, entries_per_token: int = 1) -> int:
     return max(MIN_BLOCK, 1 << (2 * num_tokens * entries_per_token - 1).bit_length())
 
 
+def most_bytes(max_tokens: int, max_requests: int) -> int:
+    """What so many requests of that length can come to: two entries per token, and a block for the one that is just moving."""
+    return (max_requests + 1) * block_words(max_tokens, entries_per_token=2) * WORD_BYTES
+
+
 class NgramIndex:
     """For each request: where did the longest suffix of its tokens, `min_n` to `max_n` long, last occur before?
 
-    A request costs 16 to 36 bytes per token while its text adds about one table entry per token (natural text does), and never
-    more than `32 * (max_n - min_n + 1)`; docs/benchmarks/ngram.md has measurements. All requests together stay within
-    `max_bytes`: one for which there is no room gets no drafts until there is.
+    A request costs 16 to 32 bytes per token while it has no more table entries than tokens (true of most text, see
+    docs/benchmarks/ngram.md), and never more than 64, whatever `max_n` is. All requests together stay within `max_bytes`: one
+    for which there is no room gets no drafts until there is.
 
     At most `build_tokens` tokens of requests that are new (or missed steps) are indexed per step; long prompts take several.
     One thread at a time. Apart from that limit and `max_bytes`, no request's drafts depend on its neighbours.
@@ -54,8 +59,7 @@ class NgramIndex:
     ) -> None:
         """`max_tokens` is the most in one request. Raises MemoryError where `max_bytes` cannot be reserved."""
         self.min_n, self.max_n, self.build_tokens = min_n, max_n, build_tokens
-        worst = max_requests * block_words(max_tokens, entries_per_token=max_n - min_n + 1)
-        self.arena = Arena(min(max_bytes // WORD_BYTES, worst))
+        self.arena = Arena(min(max_bytes, most_bytes(max_tokens, max_requests)) // WORD_BYTES)
         # Hashes that nobody can foresee, so that no prompt can be made of collisions. Drafts do not depend on them.
         self._salt = np.uint64(secrets.randbits(64) if salt is None else salt)
         self._state = np.zeros((max_requests, kernels.STATE_COLUMNS), dtype=np.int64)
@@ -193,8 +197,7 @@ class NgramIndex:
         slot = self._slots.get(request_id)
         if slot is not None:
             return length <= self._state[slot, CAPACITY] or self._grow(request_id, length)
-        # An eighth more than the tokens need, or text with a few more entries than tokens would soon have to move.
-        words = max(block_words(length + length // 8), self._refused.get(request_id, 0))
+        words = max(block_words(length), self._refused.get(request_id, 0))
         offset = self.arena.allocate(words)
         if offset is None:
             return self._refuse(request_id, words)

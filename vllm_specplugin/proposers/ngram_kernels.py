@@ -1,16 +1,21 @@
 """The compiled loops of the n-gram index: one call per engine step for the whole batch.
 
-A request's index is a trie over its reversed n-grams, kept in one open-addressing table. An n-gram of length `min_n` gets
-an entry when it is first seen; a longer one only once the n-gram one token shorter has been seen twice, since until then
-the shorter entry already names the only place where the longer one can be. So text that never repeats costs one entry and
-one look-up per token, whatever `max_n` is, and no token costs more than `max_n - min_n + 1` of either.
+A request's index is a trie over its reversed n-grams, as a suffix tree is: paths without a branch are not spelt out. Its nodes
+lie in one open-addressing table, each under the shortest n-gram that leads there. A node stands for all occurrences of that
+n-gram so far, knows on how many tokens (`agreed`, from n to `max_n`) they all agree, and where the latest one ends. Where
+`agreed` is less than `max_n`, its children, one token longer than `agreed`, tell the occurrences apart.
+
+To take in a token is to walk down from the node of the last `min_n` tokens, as long as the new occurrence agrees with all of
+a node's. It costs a look-up per node on the way, nearly always one to three, and at most two new nodes (the new occurrence,
+and the old ones of a node that it splits), whatever `max_n` is. What is found on the way is the answer: the latest earlier
+occurrence of the longest suffix that has one.
 
 A table entry is one int64, 0 where empty:
 
-    bits 34..62  hash of the n-gram, 29 bits; entries are ordered by it, so that a table grows in one sequential sweep
-    bits 29..33  n - min_n
-    bit  28      branched: the n-grams one token longer have entries of their own
-    bits  0..27  end of the n-gram's latest occurrence: the place of the token after it
+    bits 38..62  hash of the n-gram, 25 bits; entries are ordered by it, so that a table grows in one sequential sweep
+    bits 33..37  n - 1
+    bits 28..32  agreed - 1
+    bits  0..27  end of the latest occurrence: the place of the token after it
 
 The hash only decides where to look; whether an entry is the n-gram is decided by the tokens.
 
@@ -26,16 +31,14 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-HASH_BITS, LEVEL_BITS, END_BITS = 29, 5, 28
-MAX_LEVELS = 1 << LEVEL_BITS
+HASH_BITS, LENGTH_BITS, END_BITS = 25, 5, 28
+MAX_N = 1 << LENGTH_BITS
 MAX_TOKENS = (1 << END_BITS) - 1
-BRANCHED = 1 << END_BITS
-END_MASK = BRANCHED - 1
-KEY_SHIFT = END_BITS + 1
+LENGTH_MASK = MAX_N - 1
+KEY_SHIFT = LENGTH_BITS + END_BITS
 
 # Columns of `state[slot]`, one cache line per request. TABLE counts words (int64) of the arena, TOKENS its int32 halves.
 TABLE, TABLE_SIZE, ENTRIES, TOKENS, CAPACITY, LENGTH, INDEXED, MATCH = range(8)
@@ -80,7 +83,7 @@ def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
         address = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
         int32 = ir.IntType(32)
         llvm_type = ir.FunctionType(ir.VoidType(), [address.type, int32, int32, int32])
-        function = cgutils.get_or_insert_function(builder.module, llvm_type, "llvm.prefetch.p0i8")
+        function = builder.module.declare_intrinsic("llvm.prefetch", [address.type], llvm_type)
         builder.call(function, [address, int32(0), int32(3), int32(1)])  # to read, into every cache level, data
         return context.get_dummy_value()
 
@@ -95,35 +98,51 @@ def mix(state: np.uint64, token: np.int32) -> np.uint64:
 
 
 @part
-def make_key(state: np.uint64, level: int) -> int:
-    """Hash and level (n - min_n) as an entry holds them."""
+def make_key(state: np.uint64, n: int) -> int:
+    """Hash and length of an n-gram as an entry holds them."""
     hashed = np.int64((state * _MULTIPLIER) >> _HASH_SHIFT)
-    return (hashed << LEVEL_BITS) | level  # type: ignore[return-value]
+    return (hashed << LENGTH_BITS) | (n - 1)  # type: ignore[return-value]
+
+
+@part
+def make_entry(key: int, agreed: int, end: int) -> int:
+    return (((key << LENGTH_BITS) | (agreed - 1)) << END_BITS) | end
+
+
+@part
+def agreed_of(entry: int) -> int:
+    return ((entry >> END_BITS) & LENGTH_MASK) + 1
 
 
 @part
 def home(key: int, size: int) -> int:
     """The place in a table of `size` where the search for a key starts."""
-    return ((key >> LEVEL_BITS) * size) >> HASH_BITS
+    return ((key >> LENGTH_BITS) * size) >> HASH_BITS
 
 
 @part
-def find(words: Words, tokens: Tokens, table: int, size: int, start: int, end: int, n: int, key: int, work: Words) -> int:
-    """The word that holds the n-gram before `end`, or the empty one where it belongs."""
+def find(
+    words: Words, tokens: Tokens, table: int, size: int, start: int, end: int, n: int, key: int, work: Words
+) -> tuple[int, int]:
+    """The word that holds the node of the `n` tokens before `end`, or the empty one where it belongs.
+
+    And on how many tokens the occurrence at `end` agrees with the node's, no more than those do among themselves.
+    """
     place = home(key, size)
     while True:
         work[PROBES] += 1
         entry = words[table + place]
         if entry == 0:
-            return table + place
+            return table + place, 0
         if entry >> KEY_SHIFT == key:
-            other = start + (entry & END_MASK)
+            other = entry & MAX_TOKENS
+            most = min(agreed_of(entry), other)
             same = 0
-            while same < n and tokens[other - 1 - same] == tokens[start + end - 1 - same]:
+            while same < most and tokens[start + other - 1 - same] == tokens[start + end - 1 - same]:
                 same += 1
             work[COMPARED] += same
-            if same == n:
-                return table + place
+            if same >= n:
+                return table + place, same
         place += 1
         if place == size:
             place = 0
@@ -131,7 +150,7 @@ def find(words: Words, tokens: Tokens, table: int, size: int, start: int, end: i
 
 @part
 def put(words: Words, table: int, size: int, entry: int) -> None:
-    """Enter an n-gram that is known to be absent."""
+    """Enter a node that is known to be absent."""
     place = home(entry >> KEY_SHIFT, size)
     while words[table + place] != 0:
         place += 1
@@ -153,46 +172,37 @@ def index_token(
     state: np.uint64,
     work: Words,
 ) -> tuple[int, int]:
-    """Enter the n-grams that end with the token before `end`; `state` is that of the shortest.
+    """Take in the occurrences that end before `end`; `state` is that of the shortest n-gram.
 
-    Returns where the latest earlier occurrence of the longest known one ends (0 if none is known), and the entries added.
+    Returns where the latest earlier occurrence of the longest known one ends (0 if none is known), and the nodes added.
     """
     if end < min_n:
         return 0, 0
     n, match = min_n, 0
     while True:
-        key = make_key(state, n - min_n)
-        place = find(words, tokens, table, size, start, end, n, key, work)
+        key = make_key(state, n)
+        place, same = find(words, tokens, table, size, start, end, n, key, work)
         entry = words[place]
         if entry == 0:
-            words[place] = (key << KEY_SHIFT) | end
+            words[place] = make_entry(key, max_n, end)
             return match, 1
-        match = entry & END_MASK
-        words[place] = (key << KEY_SHIFT) | BRANCHED | end
-        if n == max_n:
+        match, agreed = entry & MAX_TOKENS, agreed_of(entry)
+        words[place] = make_entry(key, same, end)
+        if same == max_n:
             return match, 0
-        if entry & BRANCHED == 0:
+        while n < same:
+            n += 1
+            state = mix(state, tokens[start + end - n])
+        n += 1
+        if same < agreed:
             break
-        n += 1
         state = mix(state, tokens[start + end - n])
-    # This n-gram is seen for the second time: enter the longer ones as far as the two places agree, and one token beyond.
-    added = 0
-    while n < max_n:
-        n += 1
-        added += 1
-        longer = mix(state, tokens[start + end - n])
-        key = make_key(longer, n - min_n)
-        if n <= match:
-            if tokens[start + match - n] == tokens[start + end - n]:
-                put(words, table, size, (key << KEY_SHIFT) | BRANCHED | end)
-                state = longer
-                continue
-            other = make_key(mix(state, tokens[start + match - n]), n - min_n)
-            put(words, table, size, (other << KEY_SHIFT) | match)
-            added += 1
-        put(words, table, size, (key << KEY_SHIFT) | end)
-        break
-    return match, added
+    # The node splits: from here on the new occurrence differs from the old ones, which agree among themselves further on.
+    put(words, table, size, make_entry(make_key(mix(state, tokens[start + end - n]), n), max_n, end))
+    if match < n:  # the old one is at the start of the text
+        return match, 1
+    put(words, table, size, make_entry(make_key(mix(state, tokens[start + match - n]), n), agreed, match))
+    return match, 2
 
 
 @part
@@ -213,7 +223,7 @@ def index_range(
     """
     table, size, start = row[TABLE], row[TABLE_SIZE], row[TOKENS]
     entries, indexed, match = row[ENTRIES], row[INDEXED], row[MATCH]
-    room = size * 2 // 3 - (max_n - min_n + 1)
+    room = size * 2 // 3 - 2
     while indexed < until and entries <= room:
         indexed += 1
         match, added = index_token(words, tokens, table, size, start, indexed, min_n, max_n, states[first], work)
@@ -230,20 +240,23 @@ def hash_shortest(words: Words, tokens: Tokens, row: Words, end: int, min_n: int
     if end >= min_n:
         for n in range(1, min_n + 1):
             state = mix(state, tokens[row[TOKENS] + end - n])
-        prefetch(words, row[TABLE] + home(make_key(state, 0), row[TABLE_SIZE]))
+        prefetch(words, row[TABLE] + home(make_key(state, min_n), row[TABLE_SIZE]))
     return state
 
 
 @part
 def fetch_longer(words: Words, tokens: Tokens, row: Words, end: int, min_n: int, max_n: int, state: np.uint64) -> None:
-    """Where the shortest n-gram seems to be known, ask for its occurrence and for the places of the longer ones."""
-    key = make_key(state, 0)
+    """Where the shortest n-gram seems to be known, ask for its latest occurrence and for the place of the next node."""
+    key = make_key(state, min_n)
     entry = words[row[TABLE] + home(key, row[TABLE_SIZE])]
     if end >= min_n and entry >> KEY_SHIFT == key:
-        prefetch(tokens, row[TOKENS] + (entry & END_MASK))
-        for n in range(min_n + 1, min(max_n, end) + 1):
-            state = mix(state, tokens[row[TOKENS] + end - n])
-            prefetch(words, row[TABLE] + home(make_key(state, 0), row[TABLE_SIZE]))
+        prefetch(tokens, row[TOKENS] + (entry & MAX_TOKENS) - max_n)  # to compare, and below to draft: one line or two
+        prefetch(tokens, row[TOKENS] + (entry & MAX_TOKENS) + 4)
+        following = agreed_of(entry) + 1
+        if following <= min(max_n, end):
+            for n in range(min_n + 1, following + 1):
+                state = mix(state, tokens[row[TOKENS] + end - n])
+            prefetch(words, row[TABLE] + home(make_key(state, following), row[TABLE_SIZE]))
 
 
 @part
@@ -297,7 +310,7 @@ def advance(
 
     `words` [arena] and `tokens` [2 * arena] are the same memory; `state` [slots, STATE_COLUMNS]; `slots` [rows], -1 where a
     row has none; `ids` [total], `offsets` [rows + 1], `lengths`, `limits` [rows] as in Step. Writes `drafts` [rows, k],
-    `counts` and `status` [rows]. Costs O(max_n) per committed token and O(k) per row, whatever the context.
+    `counts` and `status` [rows]. Costs O(max_n) per committed token, or O(max_n^2) in theory, and O(k) per row.
     """
     states = np.empty(len(ids), dtype=np.uint64)
     for r in range(len(slots)):

@@ -169,3 +169,73 @@ def apply_top_k_top_p(logits: Any, k: Any | None, p: Any | None, mask_value: flo
         keep &= (before < p.unsqueeze(-1)) | (p >= 1.0).unsqueeze(-1)
         keep[:, 0] = True
     return logits.scatter_(-1, order, ranked.masked_fill(~keep, mask_value))
+
+
+@after_import("vllm.v1.worker.gpu.sample.gumbel")
+def _hurry_the_sampler(module: Any) -> None:
+    """Speed only: half the time of a step with sampled rows went into the hash behind their noise, row by row.
+
+    The same numbers for all rows at once, bit by bit those of vLLM's kernel (test_harness compares the two). What draws
+    for drafting stays with the kernel.
+    """
+    stock = module.gumbel_sample
+
+    def sample(
+        logits: Any,
+        expanded_idx_mapping: Any,
+        temperature: Any,
+        seed: Any,
+        pos: Any,
+        apply_temperature: bool,
+        is_drafting: bool,
+        logits_cache: Any | None = None,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        if is_drafting or logits_cache is not None or more or any(value not in (None, False) for value in options.values()):
+            arguments = (logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, logits_cache)
+            return stock(*arguments, *more, **options)
+        return gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature)
+
+    module.gumbel_sample, module.interpreted_gumbel_sample = sample, stock
+
+
+def gumbel_sample(logits: Any, expanded_idx_mapping: Any, temperature: Any, seed: Any, pos: Any, apply_temperature: bool) -> Any:
+    """One token per row, by argmax of logits plus Gumbel noise keyed by (seed, position, token); argmax where T is 0.
+
+    logits [rows, vocab]; expanded_idx_mapping [rows], a row's request slot, negative for none; temperature, seed
+    [slots]; pos [rows].
+    """
+    import numpy as np
+    import torch
+
+    one = np.float32
+
+    def rotated(value: Any, shift: int) -> Any:
+        return (value << np.uint32(shift)) | (value >> np.uint32(32 - shift))
+
+    def mixed(state: Any, key: Any) -> Any:
+        state = state ^ (rotated(key * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593))
+        return rotated(state, 13) * np.uint32(5) + np.uint32(0xE6546B64)
+
+    slots = expanded_idx_mapping.numpy()
+    used = slots >= 0
+    heat = np.where(used, temperature.numpy()[slots], 0).astype(np.float32)[:, None]
+    seeds = np.where(used, seed.numpy()[slots], 0).astype(np.int64).astype(np.uint64)
+    state = np.zeros(len(slots), dtype=np.uint32)
+    for word in (seeds, seeds >> np.uint64(32), pos.numpy().astype(np.int64).astype(np.uint64)):
+        state = mixed(state, word.astype(np.uint32))
+    values = logits.float().numpy()
+    state = mixed(state[:, None], np.arange(values.shape[1], dtype=np.uint32)) ^ np.uint32(16)
+    state = (state ^ (state >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    state = (state ^ (state >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    state = state ^ (state >> np.uint32(16))
+    high, low = (state >> np.uint32(16)).astype(np.float32), (state & np.uint32(0xFFFF)).astype(np.float32)
+    uniform = high * one(2.0**-16) + (low + one(0.5)) * one(2.0**-32)
+    series = one(1 / 8)
+    for divisor in range(7, 0, -1):
+        series = one(1 / divisor) + uniform * series
+    logs = np.where(uniform < one(0.25), -uniform * series, np.log(np.maximum(one(1) - uniform, one(2.0**-24))))
+    if apply_temperature:
+        values = values / np.where(heat == 0, one(1), heat)
+    return torch.from_numpy((values + np.where(heat == 0, one(0), -np.log(-logs))).argmax(axis=1))
