@@ -334,6 +334,7 @@ column is what a request costs once, when it is first drafted for, and growing a
 Where that suffix occurs more than once, stock continues its *earliest* occurrence and ours its *latest*; and where the
 occurrence is so recent that the known tokens end within the draft, stock stops there while ours goes on with its own copies.
 In the first {checked} steps of each case every draft of both was compared with a search by hand under exactly these rules.
+What the lengths of the suffix do to acceptance: [ngram-options.md](ngram-options.md).
 
 ## Memory
 

@@ -208,9 +208,7 @@ class SideBySide:
         if worker is self.plain:
             self._baselines.clear()
 
-    def baseline(
-        self, prompts: Sequence[Sequence[int]], params: dict[str, Any] | Sequence[dict[str, Any]]
-    ) -> list[Result]:
+    def baseline(self, prompts: Sequence[Sequence[int]], params: dict[str, Any] | Sequence[dict[str, Any]]) -> list[Result]:
         """Plain decoding; kept, so that asking again costs nothing."""
         question = pickle.dumps((prompts, params))
         if question not in self._baselines:

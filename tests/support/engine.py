@@ -180,10 +180,9 @@ class EngineWorker:
             connection.close()  # the worker leaves when its pipe ends
         if process is None:
             return
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            _kill(process)
+        _kill(process)  # even where it has left: an engine core in a process of its own does not notice
 
     @property
     def alive(self) -> bool:

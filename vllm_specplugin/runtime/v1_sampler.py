@@ -43,6 +43,7 @@ def _logits_processors(runner: GPUModelRunner, max_rows: int) -> LogitsProcessor
 def serve_every_logits_processor(runner: GPUModelRunner) -> None:
     """Let steps without drafts serve min_p and logit_bias, too; before the runner has seen a request."""
     runner.input_batch.logitsprocs = _logits_processors(runner, runner.max_num_reqs)
+    logger.info_once("min_p and logit_bias are served at every position; vLLM's warning about them does not apply here.")
 
 
 class SampleVerification(torch.nn.Module):
