@@ -62,7 +62,7 @@ class SpecConfig(BaseModel):
         Raises:
             ConfigError: one line that names the key, the value and what is allowed.
         """
-        keys = {normalise(str(key)): value for key, value in raw.items()}
+        keys = normalised_keys(raw)
         if "method" in keys:
             raise ConfigError(
                 f"'proposer' and 'method' exclude each other: 'method' ({keys['method']!r}) chooses one of vLLM's own "
@@ -81,7 +81,7 @@ class SpecConfig(BaseModel):
             if isinstance(ours.get(key), str):
                 ours[key] = normalise(ours[key])
         if isinstance(ours.get("options"), Mapping):
-            ours["options"] = {normalise(str(key)): value for key, value in ours["options"].items()}
+            ours["options"] = normalised_keys(ours["options"], "options.")
         if isinstance(ours.get("draft_budget_ms"), int):
             ours["draft_budget_ms"] = float(ours["draft_budget_ms"])
         try:
@@ -92,6 +92,17 @@ class SpecConfig(BaseModel):
     def dump(self) -> dict[str, Any]:
         """The mapping that `parse` reads back to an equal configuration; defaults are left out."""
         return {**self.model_dump(exclude_defaults=True), **self.host}
+
+
+def normalised_keys(raw: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """The mapping with dashes in its keys as underscores; a key that is given in both spellings is refused."""
+    keys: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = normalise(str(key))
+        if name in keys:
+            raise ConfigError(f"'{prefix}{name}' is given twice, as {keys[name]!r} and as {value!r}; drop one.")
+        keys[name] = value
+    return keys
 
 
 def names_a_proposer(raw: object) -> bool:
@@ -157,7 +168,7 @@ def resolve(config: SpecConfig) -> ResolvedConfig:
 
 
 def _options(proposer: type[Proposer], config: SpecConfig) -> BaseModel:
-    given = {normalise(str(key)): value for key, value in config.options.items()}
+    given = normalised_keys(config.options, "options.")
     known = proposer.Options.model_fields
     for key in given:
         if key not in known and proposer.Options.model_config.get("extra") == "forbid":

@@ -71,6 +71,8 @@ def test_load_of_dump_is_equal(raw: dict[str, Any]) -> None:
         ({"proposer": "ngram", "options": {"min_n": 0}}, ["'options.min_n' is 0"]),
         ({"proposer": "ngram", "options": {"min_n": 5, "max_n": 2}}, ["min_n", "max_n"]),
         ({"proposer": "ngram", "options": 3}, ["'options' is 3", "dictionary"]),
+        ({"proposer": "ngram", "options": {"min-n": 2, "min_n": 3}}, ["'options.min_n' is given twice, as 2 and as 3"]),
+        ({"proposer": "ngram", "draft-budget-ms": 2, "draft_budget_ms": 3}, ["'draft_budget_ms' is given twice"]),
         ({"proposer": 3}, ["'proposer' is 3", "string"]),
         ({"num_speculative_tokens": 3}, ["'proposer' is missing"]),
     ],

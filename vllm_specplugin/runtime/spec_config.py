@@ -16,9 +16,8 @@ from pydantic import Field
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_specplugin.config import ResolvedConfig, SpecConfig, resolve
+from vllm_specplugin.config import ResolvedConfig, SpecConfig, normalised_keys, resolve
 from vllm_specplugin.errors import ConfigError
-from vllm_specplugin.registry import normalise
 from vllm_specplugin.types import Host
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def create(
     Raises:
         SpecPluginError: one line that names what is wrong.
     """
-    keys = {normalise(str(key)): value for key, value in raw.items()}
+    keys = normalised_keys(raw)
     for key, value in flags.items():
         if value is None:
             continue
