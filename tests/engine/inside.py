@@ -28,6 +28,7 @@ def guard(llm: Any) -> dict[str, Any]:
     return {
         "faults": {str(kind): count for kind, count in it.faults.items()},
         "switched_off": it.switched_off,
+        "plain": len(it._plain),
         "steps": it.steps,
         "busy": it._worker is not None and it._worker.busy,
     }

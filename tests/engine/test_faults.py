@@ -99,6 +99,7 @@ def test_later_requests_are_served(engines: SideBySide) -> None:
     assert_same(results, known)
     plan = [forecast(prompt, result.token_ids, said, K) for prompt, result, said in zip(PROMPTS[1:4], known, asked, strict=True)]
     assert counters.accepted == sum(each.accepted for each in plan) > 0
+    assert engines.inside("guard")["plain"] == 0, "requests at fault are remembered after their end"
 
 
 @pytest.mark.parametrize("mode", ["over_long", "raise", "exit", "negative", "nan"])

@@ -151,8 +151,6 @@ def _model_state(speculator: PluginSpeculator, base: type) -> type:
     class PluginModelState(base):  # type: ignore[misc, valid-type]
         def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
             super().add_request(req_index, new_req_data)
-            # vLLM may pad a request's first pass with drafts that nobody made; those of the slot's last owner are not its own.
-            speculator.draft_lengths[req_index] = 0
             speculator.runtime.request(new_req_data.req_id, new_req_data.sampling_params)
 
         def remove_request(self, req_id: str) -> None:
