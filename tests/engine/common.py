@@ -223,6 +223,32 @@ class SideBySide:
         results = self.drafting.generate(prompts, params)
         return results, Counters.read(self.drafting.metrics()).since(before)
 
+    def draft_as_planned(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[dict[str, Any]] | dict[str, Any],
+        modes: Sequence[str],
+        max_model_len: int = MAX_MODEL_LEN,
+        padded: bool = False,
+    ) -> tuple[list[Result], Counters, Forecast]:
+        """A batch with scripted drafts, one mode per request, whose results must be those of plain decoding.
+
+        Also returned are the metrics, and what they have to be where no pass is lost to other requests.
+        """
+        known = self.baseline(prompts, params)
+        wrong = absent_token(*(result.token_ids for result in known))
+        each = [params] * len(prompts) if isinstance(params, dict) else params
+        asked = [
+            one | script(mode, prompt, result.token_ids, token=wrong)
+            for one, mode, prompt, result in zip(each, modes, prompts, known, strict=True)
+        ]
+        results, counters = self.draft(prompts, asked)
+        assert_same(results, known)
+        plan = Forecast()
+        for prompt, result, said in zip(prompts, known, asked, strict=True):
+            plan += forecast(prompt, result.token_ids, said, self.k, max_model_len=max_model_len, padded=padded)
+        return results, counters, plan
+
     def inside(self, name: str, *args: Any) -> Any:
         """A function of `tests.engine.inside` in the process of the engine that drafts."""
         return self.drafting.call(f"tests.engine.inside:{name}", *args)

@@ -28,29 +28,6 @@ NUM_TOKENS = 12
 BOTH = [pytest.param(GREEDY, id="greedy"), pytest.param(SEEDED, id="seeded")]
 
 
-def draft_as_planned(
-    engines: SideBySide,
-    prompts: list[list[int]],
-    asked: dict[str, Any],
-    modes: list[str],
-    max_model_len: int = MAX_MODEL_LEN,
-    padded: bool = False,
-) -> tuple[list[Result], Counters, Forecast]:
-    """Tokens as in plain decoding; the metrics, and what they would be if no pass were lost."""
-    known = engines.baseline(prompts, asked)
-    wrong = absent_token(*(result.token_ids for result in known))
-    params = [
-        asked | script(mode, prompt, result.token_ids, token=wrong)
-        for mode, prompt, result in zip(modes, prompts, known, strict=True)
-    ]
-    results, counters = engines.draft(prompts, params)
-    assert_same(results, known)
-    plan = Forecast()
-    for prompt, result, said in zip(prompts, known, params, strict=True):
-        plan += forecast(prompt, result.token_ids, said, engines.k, max_model_len=max_model_len, padded=padded)
-    return results, counters, plan
-
-
 # -- prefill -----------------------------------------------------------------------------------------------
 
 CHUNK = 64
@@ -65,7 +42,7 @@ def test_chunked_prefill(engines: SideBySide, asked: dict[str, Any], logprobs: d
     engines.open(K, max_num_batched_tokens=CHUNK)
     prompts = [prompt_of(length, length) for length in (3, 150, CHUNK, CHUNK + 1, 20, CHUNK - 1)]
     modes = ["oracle", "half_oracle", "oracle", "constant", "oracle", "half_oracle"]
-    _, counters, plan = draft_as_planned(engines, prompts, asked | logprobs | {"max_tokens": NUM_TOKENS}, modes)
+    _, counters, plan = engines.draft_as_planned(prompts, asked | logprobs | {"max_tokens": NUM_TOKENS}, modes)
     # A pass that shares its budget with a chunk may get fewer drafts scheduled than were made.
     assert 0 < counters.accepted <= plan.accepted
     assert counters.accepted > plan.accepted / 2
@@ -87,7 +64,7 @@ def test_chunked_prefill_alone(engines: SideBySide) -> None:
     """No drafts before the prompt is done, exactly the planned ones afterwards."""
     engines.open(K, max_num_batched_tokens=CHUNK)
     for length in (CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1):
-        _, counters, plan = draft_as_planned(engines, [prompt_of(length)], GREEDY | {"max_tokens": NUM_TOKENS}, ["oracle"])
+        _, counters, plan = engines.draft_as_planned([prompt_of(length)], GREEDY | {"max_tokens": NUM_TOKENS}, ["oracle"])
         plan.check(counters)
 
 
@@ -101,14 +78,14 @@ def test_prefix_caching(engines: SideBySide, asked: dict[str, Any]) -> None:
     engines.open(K, **CACHING, again=True)
     prompts = [prompt_of(length, length) for length in (3 * BLOCK, 3 * BLOCK + 1, 5 * BLOCK + 9)]
     asked = asked | {"max_tokens": 2 * BLOCK}
-    first, counters, plan = draft_as_planned(engines, prompts, asked, ["oracle", "half_oracle", "oracle"])
+    first, counters, plan = engines.draft_as_planned(prompts, asked, ["oracle", "half_oracle", "oracle"])
     plan.check(counters)
-    again, counters, _ = draft_as_planned(engines, prompts, asked, ["half_oracle", "oracle", "constant"])
+    again, counters, _ = engines.draft_as_planned(prompts, asked, ["half_oracle", "oracle", "constant"])
     assert counters.cache_hits >= 3 * BLOCK + 5 * BLOCK
     assert counters.accepted > 0
     # What was generated is in the cache as well: a prompt that goes on after it must see the right keys and values.
     longer = [[*prompt, *result.token_ids[:-3]] for prompt, result in zip(prompts, first, strict=True)]
-    _, counters, _ = draft_as_planned(engines, longer, asked | {"max_tokens": NUM_TOKENS}, ["oracle"] * 3)
+    _, counters, _ = engines.draft_as_planned(longer, asked | {"max_tokens": NUM_TOKENS}, ["oracle"] * 3)
     assert counters.cache_hits >= sum(len(prompt) // BLOCK for prompt in longer) * BLOCK - 3 * BLOCK
     assert [result.token_ids for result in first] == [result.token_ids for result in again]
 
@@ -154,7 +131,7 @@ def test_preemption(engines: SideBySide, asked: dict[str, Any]) -> None:
     prompts = [prompt_of(20 + place, place) for place in range(6)]
     engines.inside("forget_seen")
     modes = ["oracle", "half_oracle", "constant", "oracle", "half_oracle", "oracle"]
-    _, counters, plan = draft_as_planned(engines, prompts, asked | {"max_tokens": 40}, modes, max_model_len=128)
+    _, counters, plan = engines.draft_as_planned(prompts, asked | {"max_tokens": 40}, modes, max_model_len=128)
     assert counters.preemptions > 0, "nothing was preempted, so nothing is tested"
     assert plan.accepted / 2 < counters.accepted <= plan.accepted + plan.unknown
     seen = engines.inside("seen")
@@ -197,7 +174,7 @@ def test_verdicts_add_up(engines: SideBySide) -> None:
     before = set(engines.inside("known_requests"))
     prompts = PROMPTS[1:]
     modes = ["oracle", "half_oracle", "constant", "empty", "random", "over_long", "half_oracle"]
-    _, counters, plan = draft_as_planned(engines, prompts, params, modes)
+    _, counters, plan = engines.draft_as_planned(prompts, params, modes)
     seen = engines.inside("seen")
     tested: dict[str, int] = {}
     accepted: dict[str, int] = {}
@@ -231,8 +208,8 @@ def test_the_edge_of_max_model_len(engines: SideBySide, mode: str, asked: dict[s
     lengths = list(range(EDGE - 1, EDGE - K - 3, -1))
     prompts = [*(prompt_of(length, length) for length in lengths), prompt_of(5)]
     engines.inside("forget_seen")
-    results, counters, plan = draft_as_planned(
-        engines, prompts, asked | {"max_tokens": 20}, [mode] * len(lengths) + ["oracle"], max_model_len=EDGE
+    results, counters, plan = engines.draft_as_planned(
+        prompts, asked | {"max_tokens": 20}, [mode] * len(lengths) + ["oracle"], max_model_len=EDGE
     )
     assert [len(result.token_ids) for result in results] == [*(EDGE - length for length in lengths), 20]
     assert {result.finish_reason for result in results} == {"length"}
@@ -276,61 +253,10 @@ def draft_counts(knows: int) -> int:
     return total
 
 
-MODES = ["oracle", "half_oracle", "constant", "random", "empty", "over_long"]
-
-
-@pytest.mark.parametrize("engines", ["v2"], indirect=True)
-@pytest.mark.parametrize("asked", BOTH)
-@pytest.mark.parametrize("mode", [*MODES, "mixed"])
-def test_asynchronous_scheduling(engines: SideBySide, mode: str, asked: dict[str, Any]) -> None:
-    """V2 with k drafts in every pass, of which those that only fill a row up are refused."""
-    engines.open(K, force_async=True)
-    assert engines.inside("scheduler") == "AsyncScheduler"
-    modes = MODES if mode == "mixed" else [mode] * 4
-    prompts = PROMPTS[1 : 1 + len(modes)]
-    _, counters, plan = draft_as_planned(engines, prompts, asked | {"max_tokens": NUM_TOKENS}, modes, padded=True)
-    plan.check(counters)
-    assert mode in ("constant", "random", "empty", "over_long") or counters.accepted > NUM_TOKENS
-
-
-@pytest.mark.parametrize("engines", ["v2"], indirect=True)
-def test_fillers_are_no_drafts(engines: SideBySide) -> None:
-    """Under asynchronous scheduling a row without drafts is filled up, here with what the target wants to say."""
-    engines.open(K, force_async=True)
-    modes = ["empty", "constant", "oracle"]
-    _, counters, plan = draft_as_planned(engines, PROMPTS[1:4], ALWAYS_ZERO | {"max_tokens": NUM_TOKENS}, modes, padded=True)
-    plan.check(counters)
-    assert counters.accepted < counters.draft_tokens / 2
-
-
-@pytest.mark.parametrize("engines", ["v2"], indirect=True)
-@pytest.mark.parametrize("name", ["stop_token_ids", "min_p", "logprobs", "grammar", "edge"])
-def test_asynchronous_scheduling_with(engines: SideBySide, name: str) -> None:
-    """What ends requests inside drafts, and what acts on rows, while the scheduler runs ahead."""
-    engines.open(K, force_async=True, max_model_len=EDGE)
-    prompts = PROMPTS[1:5] if name != "edge" else [prompt_of(length) for length in (EDGE - 1, EDGE - 2, EDGE - 5, 4)]
-    params = SEEDED | {"max_tokens": NUM_TOKENS}
-    stops = (
-        [result.token_ids[place] for place, result in zip((5, 4, 6, 1), engines.baseline(prompts, params), strict=True)]
-        if name == "stop_token_ids"
-        else []
-    )
-    asked: dict[str, dict[str, Any]] = {
-        "stop_token_ids": {"stop_token_ids": stops},
-        "min_p": {"min_p": 0.2, "logit_bias": {65: 2.0}, "repetition_penalty": 1.2},
-        "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
-        "grammar": {"structured_outputs": {"regex": "(foo|bar){2}[a-c]{3}"}, "ignore_eos": False},
-        "edge": {},
-    }
-    modes = ["oracle", "half_oracle", "constant", "oracle"]
-    _, counters, _ = draft_as_planned(engines, prompts, params | asked[name], modes, max_model_len=EDGE)
-    assert counters.accepted > 0
-
-
 @pytest.mark.parametrize("engines", ["v1"], indirect=True)
 def test_asynchronous_scheduling_on_v1_is_refused(engines: SideBySide) -> None:
     """Asked for by name it is an error at start that says what to do."""
     with pytest.raises(EngineError, match=r"Asynchronous scheduling with a proposer needs .* V2 .* --no-async-scheduling"):
         engines.open(K, force_async=True, again=True)
     engines.open(K, again=True)
-    draft_as_planned(engines, PROMPTS[1:3], GREEDY | {"max_tokens": 4}, ["oracle"] * 2)
+    engines.draft_as_planned(PROMPTS[1:3], GREEDY | {"max_tokens": 4}, ["oracle"] * 2)
