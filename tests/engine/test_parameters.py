@@ -13,11 +13,8 @@ from tests.engine.common import (
     SEED,
     SEEDED,
     Counters,
-    Forecast,
     SideBySide,
-    absent_token,
     assert_same,
-    forecast,
     script,
 )
 from tests.support.engine import EngineError, Result

@@ -8,19 +8,15 @@ import pytest
 
 from tests.engine.common import (
     GREEDY,
-    MAX_MODEL_LEN,
     PROMPTS,
     SEEDED,
     Counters,
-    Forecast,
     SideBySide,
-    absent_token,
     assert_same,
-    forecast,
     prompt_of,
     script,
 )
-from tests.support.engine import EngineError, Result
+from tests.support.engine import EngineError
 
 K = 3
 NUM_TOKENS = 12
@@ -251,6 +247,29 @@ def draft_counts(knows: int) -> int:
         total += drafts
         done += drafts + 1
     return total
+
+
+def test_what_one_request_says_about_its_drafts(engines: SideBySide) -> None:
+    """`enabled` and `max_draft_tokens` bound the drafts of one request, whatever the proposer makes; a neighbour's stay."""
+    engines.open(K)
+    params = GREEDY | {"max_tokens": NUM_TOKENS}
+    says: list[dict[str, Any]] = [{"enabled": False}, {"max_draft_tokens": 1}, {"max_draft_tokens": 0}, {}]
+    prompts = PROMPTS[1:5]
+    known = engines.baseline(prompts, params)
+    asked = [params | script("oracle", prompt, result.token_ids) for prompt, result in zip(prompts, known, strict=True)]
+    asked += [params | script("over_long") for _ in prompts]
+    for place, each in enumerate(asked):
+        each["extra_args"]["specplugin"] |= says[place % len(says)]
+    engines.inside("forget_seen")
+    results, counters = engines.draft(prompts * 2, asked)
+    assert_same(results, [*known, *known])
+    tested: dict[int, list[int]] = {}
+    for ids, tests, _ in engines.inside("seen")["verdicts"]:
+        for name, test in zip(ids, tests, strict=True):
+            tested.setdefault(int(name.partition("-")[0]), []).append(test)
+    most = [max(tested[name]) for name in sorted(tested)]
+    assert most == [0, 1, 0, K] * 2
+    assert counters.accepted >= NUM_TOKENS // 2 + NUM_TOKENS * K // (K + 1) - K
 
 
 @pytest.mark.parametrize("engines", ["v1"], indirect=True)

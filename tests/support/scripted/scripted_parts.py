@@ -17,7 +17,7 @@ import torch
 
 from vllm_specplugin import Capabilities, Drafts, Proposer, SampleVerifier, Step, Verdict
 
-SEEN: dict[str, Any] = {"steps": 0, "drafted": 0, "forgotten": [], "verdicts": [], "rows": [], "hidden": []}
+SEEN: dict[str, Any] = {"steps": 0, "drafted": 0, "forgotten": [], "verdicts": [], "rows": [], "hidden": [], "aux": []}
 """What happened, for tests to look at inside the engine's process."""
 
 WRONG_PLACES = {1, 3, 6, 10, 15}
@@ -25,7 +25,7 @@ WRONG_PLACES = {1, 3, 6, 10, 15}
 
 
 def reset() -> None:
-    SEEN.update(steps=0, drafted=0, forgotten=[], verdicts=[], rows=[], hidden=[])
+    SEEN.update(steps=0, drafted=0, forgotten=[], verdicts=[], rows=[], hidden=[], aux=[])
 
 
 class ScriptedProposer(Proposer):
@@ -110,6 +110,19 @@ class HiddenStateProbe(ScriptedProposer):
             committed = step.committed(row)
             if len(committed):
                 SEEN["hidden"].append((len(committed), int(committed[-1]), int(token)))
+        return super().propose(step)
+
+
+class AuxiliaryStateProbe(HiddenStateProbe):
+    """The same with auxiliary states, which are kept by request and by number of known tokens."""
+
+    capabilities = Capabilities(tokens="host", hidden_states="aux")
+
+    def propose(self, step: Step) -> Drafts:
+        assert step.aux_hidden_states is not None
+        for row, request_id in enumerate(step.request_ids):
+            if len(step.committed(row)):
+                SEEN["aux"].append((request_id, int(step.lengths[row]), step.aux_hidden_states[row].tolist()))
         return super().propose(step)
 
 
