@@ -216,11 +216,14 @@ class SideBySide:
         return self._baselines[question]
 
     def draft(
-        self, prompts: Sequence[Sequence[int]], params: dict[str, Any] | Sequence[dict[str, Any]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: dict[str, Any] | Sequence[dict[str, Any]],
+        timeout: float | None = None,
     ) -> tuple[list[Result], Counters]:
         """The same through the plugin, and the metrics of it."""
         before = Counters.read(self.drafting.metrics())
-        results = self.drafting.generate(prompts, params)
+        results = self.drafting.generate(prompts, params, timeout=timeout)
         return results, Counters.read(self.drafting.metrics()).since(before)
 
     def draft_as_planned(
