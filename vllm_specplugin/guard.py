@@ -87,6 +87,8 @@ class Guard:
         """Time that steps waited for the proposer, over `steps` steps."""
         self.steps = 0
         self.switched_off = False
+        self.wants_verdicts = type(proposer).observe is not Proposer.observe
+        """The proposer learns from verdicts; where it does not, nobody needs to make them."""
         self._plain: set[str] = set()
         self._to_forget: set[str] = set()
         self._failed_steps = 0
@@ -101,11 +103,14 @@ class Guard:
         if self.switched_off or step.num_rows == 0:
             return _empty(step)
         self.steps += 1
+        if not self._plain:
+            return self._ask(step)
         kept = [row for row, request in enumerate(step.requests) if request.request_id not in self._plain]
         if len(kept) == step.num_rows:
-            return self._ask(step) or _empty(step)
+            return self._ask(step)
         result = _empty(step)
-        if kept and (drafts := self._ask(step.select(kept))) is not None:
+        if kept:
+            drafts = self._ask(step.select(kept))
             # Probabilities are not carried over: a row of a proposer at fault is verified by its ids alone.
             result.token_ids[kept] = drafts.token_ids
             result.lengths[kept] = drafts.lengths
@@ -114,7 +119,7 @@ class Guard:
     def observe(self, verdict: Verdict) -> None:
         """Hand the verdict on, unless the proposer has not kept up."""
         late = self._worker is not None and self._worker.busy
-        if self.switched_off or late or type(self.proposer).observe is Proposer.observe:
+        if self.switched_off or late or not self.wants_verdicts:
             return
         self._caught("observe", lambda: self.proposer.observe(verdict))
 
@@ -129,7 +134,7 @@ class Guard:
 
     # -- asking ------------------------------------------------------------
 
-    def _ask(self, step: Step) -> CheckedDrafts | None:
+    def _ask(self, step: Step) -> CheckedDrafts:
         if self._steps_to_skip > 0:
             self._steps_to_skip -= 1
             return self._missed(step)
@@ -139,7 +144,7 @@ class Guard:
         if self._worker is None:
             drafts = self._attempt(step)
         else:
-            drafts = self._worker.run(lambda: self._attempt(step), self.budget_seconds)
+            drafts = self._worker.run(lambda: self._attempt(step), self.budget_seconds) or _empty(step)
         seconds = time.perf_counter() - started
         self.seconds += seconds
         if seconds <= self.budget_seconds:
@@ -156,7 +161,7 @@ class Guard:
         self._to_forget.update(step.request_ids)
         return _empty(step)
 
-    def _attempt(self, step: Step) -> CheckedDrafts | None:
+    def _attempt(self, step: Step) -> CheckedDrafts:
         self._forget_now()
         try:
             drafts = self._check(self.proposer.propose(step), step)
@@ -165,7 +170,7 @@ class Guard:
         self._failed_steps = 0
         return drafts
 
-    def _after_exception(self, step: Step, error: BaseException) -> CheckedDrafts | None:
+    def _after_exception(self, step: Step, error: BaseException) -> CheckedDrafts:
         kind = Fault.BAD_SHAPE if isinstance(error, DraftError) else Fault.EXCEPTION
         self._fault(kind, f"propose: {_text(error)}", error)
         self._failed_steps += 1
@@ -176,8 +181,8 @@ class Guard:
                 self.name,
                 self._failed_steps,
             )
-            return None
-        return self._row_by_row(step) if self._rows_are_independent else None
+            return _empty(step)
+        return self._row_by_row(step) if self._rows_are_independent else _empty(step)
 
     def _row_by_row(self, step: Step) -> CheckedDrafts:
         """Find the rows at fault: they decode plainly from now on, the others keep their drafts."""
@@ -227,7 +232,7 @@ class Guard:
                 Fault.BAD_TOKEN,
                 f"token id {int(token_ids[row, column])} is outside [0, {self.proposer.host.vocab_size}); the row is cut there",
             )
-            lengths = np.where(bad.any(axis=1), np.minimum(lengths, bad.argmax(axis=1)), lengths)
+            lengths = _cut_at_first(bad, lengths)
         if probabilities is not None:
             lengths = self._cut_at_bad_probabilities(probabilities, lengths)
         checked = np.zeros((rows, k), dtype=np.int64)
@@ -251,7 +256,7 @@ class Guard:
         if not bad.any():
             return lengths
         self._fault(Fault.BAD_PROBABILITIES, "probabilities that are NaN, negative or do not sum to 1; the row is cut there")
-        return np.where(bad.any(axis=1), np.minimum(lengths, bad.argmax(axis=1)), lengths)
+        return _cut_at_first(bad, lengths)
 
     # -- faults ------------------------------------------------------------
 
@@ -324,6 +329,11 @@ def _rectangular(drafts: Drafts, rows: int) -> tuple[NDArray[np.int64], NDArray[
 
 def _array(values: Any) -> NDArray[Any]:
     return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+
+
+def _cut_at_first(bad: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`lengths` `[rows]`, each no longer than up to the row's first place that is `bad` `[rows, width]`."""
+    return np.where(bad.any(axis=1), np.minimum(lengths, bad.argmax(axis=1)), lengths)
 
 
 def _empty(step: Step) -> CheckedDrafts:

@@ -15,7 +15,6 @@ from vllm.logger import init_logger
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.guard import CheckedDrafts, Guard
 from vllm_specplugin.noise import DraftNoise
-from vllm_specplugin.proposers.base import Proposer
 from vllm_specplugin.request_args import draft_limit, read
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig, host_of
 from vllm_specplugin.types import Capabilities, History, Request, Step, Verdict
@@ -42,15 +41,18 @@ class Runtime:
         self._model_config = vllm_config.model_config
         proposer = self.resolved.proposer(self.host, self.resolved.options)
         self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
-        self.wants_verdicts = type(proposer).observe is not Proposer.observe
         self.verifier = self.resolved.verifier()
         self._requests: dict[str, Request] = {}
         self._drafted: dict[str, int] = {}
-        """How many drafts each request was given last."""
+        """How many drafts each request was given last, for a proposer that wants verdicts."""
 
     @property
     def capabilities(self) -> Capabilities:
         return self.resolved.proposer.capabilities
+
+    @property
+    def wants_verdicts(self) -> bool:
+        return self.guard.wants_verdicts
 
     @property
     def max_model_len(self) -> int:
@@ -150,7 +152,8 @@ class Runtime:
             aux_hidden_states=aux_hidden_states,
         )
         checked = self.guard.propose(step)
-        self._drafted.update(zip(step.request_ids, checked.lengths.tolist(), strict=True))
+        if self.wants_verdicts:
+            self._drafted.update(zip(step.request_ids, checked.lengths.tolist(), strict=True))
         return checked
 
     def observe(self, requests: Sequence[Request], tested: NDArray[np.int64], rows: Sequence[Sequence[int]]) -> None:

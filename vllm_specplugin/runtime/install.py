@@ -6,6 +6,7 @@ Every replacement asks first whether the configuration is ours and hands on to t
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -46,9 +47,7 @@ def _stepping_aside(hook: Callable[[Any], None]) -> Callable[[Any], None]:
         try:
             hook(module)
         except AttributeError as error:
-            from logging import getLogger
-
-            getLogger("vllm.specplugin").warning("A seam into vLLM is missing (%s); see `vllm-specplugin doctor`.", error)
+            logging.getLogger("vllm.specplugin").warning("A seam into vLLM is missing (%s); see `vllm-specplugin doctor`.", error)
 
     return safe
 
