@@ -34,6 +34,11 @@ setup(
         "console_scripts": ["vllm-specplugin = vllm_specplugin.cli.main:run"],
         "vllm.general_plugins": ["specplugin = vllm_specplugin.plugin:register"],
         "vllm_specplugin.proposers": ["ngram = vllm_specplugin.proposers.ngram:NgramProposer"],
-        "vllm_specplugin.verifiers": ["one_hot = vllm_specplugin.scorers.one_hot:OneHotVerifier"],
+        "vllm_specplugin.verifiers": [
+            "block = vllm_specplugin.scorers.block:BlockVerifier",
+            "one_hot = vllm_specplugin.scorers.one_hot:OneHotVerifier",
+            "token = vllm_specplugin.scorers.token:TokenVerifier",
+            "typical = vllm_specplugin.scorers.typical:TypicalVerifier",
+        ],
     },
 )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm_specplugin.errors import ConfigError, suggestion
 from vllm_specplugin.proposers.base import Proposer
 from vllm_specplugin.registry import PROPOSERS, VERIFIERS, normalise
-from vllm_specplugin.scorers.base import SampleVerifier
+from vllm_specplugin.scorers.base import Verifier
 
 HOST_KEYS = frozenset(
     {
@@ -118,8 +118,19 @@ class ResolvedConfig:
     proposer: type[Proposer]
     options: BaseModel
     verifier_name: str
-    verifier: type[SampleVerifier]
+    verifier: type[Verifier]
     num_speculative_tokens: int
+
+    def verifier_why(self) -> str:
+        """Why it is this verifier, and what it does to the answers."""
+        promise = (
+            "lossless" if self.verifier.lossless else "lossy: it changes what requests with a temperature above 0 are answered"
+        )
+        if self.config.verifier != "auto":
+            return f"named in the configuration; {promise}"
+        if self.config.draft_sampling == "greedy":
+            return f"chosen by auto: the drafts are picked without chance, for which it is {promise} and needs no probabilities"
+        return f"chosen by auto: {promise} with drafts that are drawn by chance"
 
     def ignored(self) -> list[str]:
         """What was said but has no effect with this proposer, one line each."""
@@ -145,17 +156,12 @@ def resolve(config: SpecConfig) -> ResolvedConfig:
         raise ConfigError(
             f"'draft_sampling' is 'probabilistic', but the proposer {config.proposer!r} gives no probabilities; use 'greedy'."
         )
-    verifier_name = "one_hot" if config.verifier == "auto" else config.verifier
+    verifier_name = _automatic(config) if config.verifier == "auto" else config.verifier
     verifier = VERIFIERS.resolve(verifier_name)
     if verifier.needs_probabilities and config.draft_sampling != "probabilistic":
         raise ConfigError(
             f"'verifier' is {verifier_name!r}, which needs the drafts' probabilities, but 'draft_sampling' is 'greedy'; "
             "use 'one_hot' or 'auto', or a proposer with probabilities and 'draft_sampling': 'probabilistic'."
-        )
-    if not issubclass(verifier, SampleVerifier):
-        raise ConfigError(
-            f"'verifier' is {verifier_name!r}, which judges by probabilities; this version of the plugin runs verifiers that "
-            "judge by the target's samples (subclasses of vllm_specplugin.SampleVerifier). Use 'auto'."
         )
     return ResolvedConfig(
         config=config,
@@ -165,6 +171,11 @@ def resolve(config: SpecConfig) -> ResolvedConfig:
         verifier=verifier,
         num_speculative_tokens=config.num_speculative_tokens or proposer.default_num_speculative_tokens,
     )
+
+
+def _automatic(config: SpecConfig) -> str:
+    """The verifier for `auto`: by how drafts are chosen."""
+    return "token" if config.draft_sampling == "probabilistic" else "one_hot"
 
 
 def _options(proposer: type[Proposer], config: SpecConfig) -> BaseModel:

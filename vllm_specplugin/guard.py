@@ -19,20 +19,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vllm_specplugin.errors import DraftError
 from vllm_specplugin.proposers.base import Proposer
 from vllm_specplugin.types import Drafts, Step, Verdict
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger("vllm.specplugin")  # a child of vLLM's logger, so that it is formatted and shown like vLLM's own
 
@@ -43,6 +41,12 @@ RAISED = (Exception, SystemExit)
 
 MAX_FAILED_STEPS = 8
 """Steps in a row in which every row failed, after which a proposer is switched off."""
+
+MAX_PROBABILITY_ERROR = 0.02
+"""How far a distribution's sum may be from 1 and still be taken for one: what summing 150,000 bfloat16 values can lose."""
+
+ROUNDING = 1e-5
+"""How far it may be without being brought to 1: what float32 loses."""
 
 
 class Fault(str, Enum):
@@ -111,9 +115,12 @@ class Guard:
         result = _empty(step)
         if kept:
             drafts = self._ask(step.select(kept))
-            # Probabilities are not carried over: a row of a proposer at fault is verified by its ids alone.
             result.token_ids[kept] = drafts.token_ids
             result.lengths[kept] = drafts.lengths
+            if drafts.probabilities is not None:
+                place = torch.tensor(kept, device=drafts.probabilities.device)
+                every = drafts.probabilities.new_zeros(step.num_rows, *drafts.probabilities.shape[1:])
+                result = replace(result, probabilities=every.index_copy_(0, place, drafts.probabilities))
         return result
 
     def observe(self, verdict: Verdict) -> None:
@@ -233,11 +240,12 @@ class Guard:
                 f"token id {int(token_ids[row, column])} is outside [0, {self.proposer.host.vocab_size}); the row is cut there",
             )
             lengths = _cut_at_first(bad, lengths)
-        if probabilities is not None:
-            lengths = self._cut_at_bad_probabilities(probabilities, lengths)
         checked = np.zeros((rows, k), dtype=np.int64)
         used = min(width, k)
         checked[:, :used] = np.where(position[:used] < lengths[:, None], token_ids[:, :used], 0)
+        if probabilities is not None and k > 0:
+            probabilities, lengths = self._check_probabilities(probabilities, checked, lengths)
+            checked[np.arange(k) >= lengths[:, None]] = 0
         return CheckedDrafts(checked, lengths, probabilities)
 
     def _probabilities(self, drafts: Drafts, rows: int, k: int) -> torch.Tensor | None:
@@ -249,14 +257,31 @@ class Guard:
             raise DraftError(f"probabilities have the shape {tuple(probabilities.shape)}, not [rows, k, vocab] = {expected}")
         return probabilities
 
-    def _cut_at_bad_probabilities(self, probabilities: torch.Tensor, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _check_probabilities(
+        self, probabilities: torch.Tensor, token_ids: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, NDArray[np.int64]]:
+        """Probabilities `[rows, k, vocab]` as a verifier may rely on them, and the lengths `[rows]` that they are good for.
+
+        What is drawn in proportion to weights that do not quite sum to 1 (a narrow type, say) was drawn from the weights
+        over their sum, so that is what they become.
+        """
+        probabilities = probabilities.float()
         total = probabilities.sum(dim=-1)  # [rows, k]
-        good = ((probabilities >= 0).all(dim=-1) & ((total - 1).abs() < 1e-2)).cpu().numpy()  # NaN is not good either
-        bad = ~good & (np.arange(good.shape[1]) < lengths[:, None])
-        if not bad.any():
-            return lengths
-        self._fault(Fault.BAD_PROBABILITIES, "probabilities that are NaN, negative or do not sum to 1; the row is cut there")
-        return _cut_at_first(bad, lengths)
+        ids = torch.from_numpy(token_ids).to(probabilities.device)
+        of_draft = probabilities.gather(2, ids[..., None]).squeeze(2)
+        # A NaN makes its row's smallest value NaN, and is not good either.
+        good = (probabilities.amin(dim=-1) >= 0) & ((total - 1).abs() < MAX_PROBABILITY_ERROR) & (of_draft > 0)
+        facts = torch.stack([good.float(), (total - 1).abs()]).cpu().numpy()  # one copy to the host for both
+        counted = np.arange(token_ids.shape[1]) < lengths[:, None]
+        bad = (facts[0] == 0) & counted
+        if bad.any():
+            what = "probabilities that are NaN, negative, do not sum to 1 or rule out the very token that was drafted"
+            self._fault(Fault.BAD_PROBABILITIES, f"{what}; the row is cut there")
+            lengths = _cut_at_first(bad, lengths)
+            counted = np.arange(token_ids.shape[1]) < lengths[:, None]
+        if facts[1][counted].max(initial=0.0) > ROUNDING:
+            probabilities = probabilities / total[..., None]
+        return probabilities, lengths
 
     # -- faults ------------------------------------------------------------
 

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from vllm_specplugin.types import Request
 
 
+def owner_of(request: Request, engine_seed: int) -> str:
+    """Whose noise a request draws from: its seed's alone, where it has one; else the engine's, by order of arrival.
+
+    A host may put something random into request ids, which would keep a run with the same engine seed from repeating.
+    """
+    if request.seed is not None:
+        return f"seed:{request.seed}"
+    return f"{engine_seed}:{request.request_id if request.arrival is None else request.arrival}"
+
+
 @dataclass(frozen=True, slots=True)
 class DraftNoise:
     """The noise source of one step: `rows` requests, each at the position of its first draft."""
@@ -34,8 +44,7 @@ class DraftNoise:
 
         A request with a seed draws from (seed, position) alone, so its drafts do not depend on its id or neighbours.
         """
-        request = self.requests[row]
-        owner = f"seed:{request.seed}" if request.seed is not None else f"{self.engine_seed}:{request.request_id}"
+        owner = owner_of(self.requests[row], self.engine_seed)
         name = f"{use}|{owner}|{int(self.positions[row]) + draft}".encode()
         key = int.from_bytes(blake2b(name, digest_size=16, person=b"specplugin-draft").digest(), "little")
         return np.random.Generator(np.random.Philox(key=key))

@@ -80,6 +80,8 @@ class Request:
     """The host's own sampling parameters, complete."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the request said under `extra_args["specplugin"]`."""
+    arrival: int | None = None
+    """Its number in the order in which the engine first scheduled requests, if the engine counts them."""
     max_draft_tokens: int | None = None
     """The most drafts per step that the request wants (a step's limits say so already); None where it leaves that open."""
 

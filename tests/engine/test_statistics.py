@@ -40,10 +40,10 @@ def narrow_model(pytestconfig: pytest.Config) -> Path:
     return make_tiny_model(pytestconfig.cache.mkdir("tiny"), vocab_size=VOCABULARY, logit_std=2.0)
 
 
-def opened(engines: SideBySide, model: Path, verifier: str = "one_hot") -> None:
+def opened(engines: SideBySide, model: Path, verifier: str = "one_hot", **plugin: Any) -> None:
     engines.open(
         K,
-        plugin={"verifier": verifier},
+        plugin={"verifier": verifier, **plugin},
         model=str(model),
         skip_tokenizer_init=True,
         max_num_seqs=256,
@@ -131,6 +131,35 @@ def test_samples_follow_the_targets_distribution(engines: SideBySide, narrow_mod
     assert 0.03 < acceptance < 0.5, "drafts must be accepted as well as refused"
     found = p_values(engines, outputs)
     assert min(found.values()) > ALPHA, found
+
+
+def sample_by_chance(engines: SideBySide, requests: int, sharpness: float) -> tuple[list[tuple[int, ...]], float]:
+    """The tokens of many requests, all but every eighth of which draw their drafts by chance; and the share accepted."""
+    kinds = [script("constant", token=5), *[script("sampled", sharpness=sharpness)] * 7]
+    params = {"temperature": TEMPERATURE, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False}
+    asked: list[dict[str, Any]] = [params | kinds[place % 8] for place in range(requests)]
+    results, counters = engines.draft([PROMPT] * requests, asked, timeout=PATIENCE)
+    return [result.token_ids for result in results], counters.accepted / counters.draft_tokens
+
+
+SAMPLED = {"proposer": "sampled", "draft_sampling": "probabilistic"}
+
+
+@pytest.mark.parametrize("verifier", ["token", "block", "one_hot"])
+def test_drafts_drawn_by_chance_leave_the_distribution_alone(engines: SideBySide, narrow_model: Path, verifier: str) -> None:
+    opened(engines, narrow_model, verifier, **SAMPLED)
+    outputs, acceptance = sample_by_chance(engines, REQUESTS[engines.runner] // 2, sharpness=1.5)
+    assert 0.01 < acceptance < 0.7, "drafts must be accepted as well as refused"
+    found = p_values(engines, outputs)
+    assert min(found.values()) > ALPHA, found
+
+
+def test_a_lossy_verifier_is_found(engines: SideBySide, narrow_model: Path) -> None:
+    opened(engines, narrow_model, "typical", **SAMPLED)
+    outputs, _ = sample_by_chance(engines, REQUESTS[engines.runner] // 2, sharpness=1.5)
+    found = p_values(engines, outputs)
+    assert found["first"] > ALPHA  # which no draft precedes
+    assert found["joint"] < ALPHA / 10, found
 
 
 @pytest.mark.parametrize("verifier", ["accept_all", "next_row_after_refusal"])

@@ -94,7 +94,8 @@ class Diagnosis:
             "class": f"{resolved.proposer.__module__}:{resolved.proposer.__qualname__}",
             "num_speculative_tokens": resolved.num_speculative_tokens,
             "verifier": resolved.verifier_name,
-            "verifier_why": verifier_why(resolved),
+            "lossless": resolved.verifier.lossless,
+            "verifier_why": resolved.verifier_why(),
             "draft_sampling": resolved.config.draft_sampling,
             "options": resolved.options.model_dump(mode="json"),
             "async_scheduling": engine.async_scheduling if engine else None,
@@ -123,16 +124,6 @@ def diagnose(model: str | None, config: Mapping[str, Any], flags: Mapping[str, A
         found.ignored += found.resolved.ignored()
         found.memory = _memory_bill(found.resolved, found.engine)
     return found
-
-
-def verifier_why(resolved: ResolvedConfig) -> str:
-    """Why it is this verifier."""
-    if resolved.config.verifier != "auto":
-        return "named in the configuration"
-    promise = "lossless" if resolved.verifier.lossless else "lossy"
-    if resolved.config.draft_sampling == "greedy":
-        return f"chosen by auto: the drafts are picked without chance, for which it is {promise} and needs no probabilities"
-    return f"chosen by auto: {promise} with drafts that are sampled"
 
 
 # -- finding out -------------------------------------------------------------------

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vllm_specplugin.cli.diagnosis import Diagnosis, MemoryItem, diagnose, verifier_why
+from vllm_specplugin.cli.diagnosis import Diagnosis, MemoryItem, diagnose
 from vllm_specplugin.cli.output import console, marks, parts_of, print_json
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.runtime.seams import Finding
@@ -141,7 +141,7 @@ def _method_rows(found: Diagnosis) -> Rows:
         ("Proposer", Text(f"{config.proposer}, {resolved.proposer.__module__}:{resolved.proposer.__qualname__}")),
         ("Drafts", Text(f"up to {resolved.num_speculative_tokens} tokens per step{where}, {config.draft_sampling}")),
         *([("Options", Text(options))] if options else []),
-        ("Verifier", Text(f"{resolved.verifier_name}, {verifier_why(resolved)}")),
+        ("Verifier", Text(f"{resolved.verifier_name}, {resolved.verifier_why()}")),
     ]
     if engine is not None and engine.async_scheduling is not None:
         kind = "asynchronous, drafts of fixed length" if engine.async_scheduling else "synchronous, drafts may be shorter"

@@ -205,7 +205,7 @@ def _print_table(out: Console, title: str, parts: list[Part], columns: tuple[str
 
 def _cells(part: Part) -> tuple[str, ...]:
     if part.kind == "verifier":
-        return _yes(part.facts["lossless"]), _yes(part.facts["needs_probabilities"])
+        return "yes" if part.facts["lossless"] else "no: lossy", _yes(part.facts["needs_probabilities"])
     capabilities = part.facts["capabilities"]
     return "\n".join(needs(capabilities)), "\n".join(gives(capabilities)), _defaults(part)
 
@@ -246,6 +246,10 @@ def _default(option: Mapping[str, Any]) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _lossless(part: Part) -> str:
+    return "yes" if part.facts["lossless"] else "no: it changes the answers of requests with a temperature above 0"
+
+
 def _yes(value: object) -> str:
     return "yes" if value else "no"
 
@@ -263,7 +267,7 @@ def _print_detail(out: Console, part: Part) -> None:
         ("Class", Text(part.target)),
     ]
     if part.kind == "verifier":
-        items.append(("Lossless", _yes(part.facts["lossless"])))
+        items.append(("Lossless", _lossless(part)))
         items.append(("Needs probabilities", _yes(part.facts["needs_probabilities"])))
         out.print(parts_of(items, 12))
         return

@@ -14,9 +14,11 @@ from vllm.logger import init_logger
 
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.guard import CheckedDrafts, Guard
-from vllm_specplugin.noise import DraftNoise
+from vllm_specplugin.noise import DraftNoise, owner_of
 from vllm_specplugin.request_args import draft_limit, read
+from vllm_specplugin.runtime.judging import Drafted
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig, host_of
+from vllm_specplugin.scorers.uniforms import key_of
 from vllm_specplugin.types import Capabilities, History, Request, Step, Verdict
 
 if TYPE_CHECKING:
@@ -42,7 +44,10 @@ class Runtime:
         proposer = self.resolved.proposer(self.host, self.resolved.options)
         self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
         self.verifier = self.resolved.verifier()
+        self.drafted = Drafted()
         self._requests: dict[str, Request] = {}
+        self._arrived = 0
+        self._noise_keys: dict[str, int] = {}
         self._drafted: dict[str, int] = {}
         """How many drafts each request was given last, for a proposer that wants verdicts."""
 
@@ -70,6 +75,12 @@ class Runtime:
             self.resolved.verifier_name,
             self.host.runner.upper(),
         )
+        if not self.resolved.verifier.lossless:
+            logger.warning(
+                "The verifier %r is lossy: what requests with a temperature above 0 are answered does not follow the target's "
+                "distribution. Use 'verifier': 'auto' for answers that do.",
+                self.resolved.verifier_name,
+            )
         for line in self.resolved.ignored():
             logger.warning("Ignored in --speculative-config: %s.", line)
 
@@ -87,10 +98,19 @@ class Runtime:
                 seed=getattr(params, "seed", None),
                 sampling=params,
                 extra=MappingProxyType(said),
+                arrival=self._arrived,
                 max_draft_tokens=draft_limit(said),
             )
             self._requests[request_id] = known
+            self._arrived += 1
         return known
+
+    def noise_key(self, request: Request) -> int:
+        """The key of a request's noise for verification."""
+        key = self._noise_keys.get(request.request_id)
+        if key is None:
+            key = self._noise_keys[request.request_id] = key_of(owner_of(request, self.host.seed))
+        return key
 
     @staticmethod
     def _said(request_id: str, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -105,6 +125,8 @@ class Runtime:
         gone = [request_id for request_id in request_ids if self._requests.pop(request_id, None) is not None]
         for request_id in gone:
             self._drafted.pop(request_id, None)
+            self._noise_keys.pop(request_id, None)
+            self.drafted.drop(request_id)
         if gone:
             self.guard.forget(gone)
 
@@ -152,6 +174,7 @@ class Runtime:
             aux_hidden_states=aux_hidden_states,
         )
         checked = self.guard.propose(step)
+        self.drafted.keep(step.request_ids, checked.lengths, checked.probabilities)
         if self.wants_verdicts:
             self._drafted.update(zip(step.request_ids, checked.lengths.tolist(), strict=True))
         return checked

@@ -136,6 +136,35 @@ SEAMS: tuple[Seam, ...] = (
         "logits",
         "sampling_metadata",
     ),
+    _v1(
+        "V1 final draw",
+        "replaces",
+        "v1/sample/sampler.py",
+        "Sampler.topk_topp_sampler",
+        "judge by the processed probabilities (on a copy of the sampler)",
+    ),
+    _v1(
+        "V1 final draw",
+        "derives from",
+        "v1/sample/ops/topk_topp_sampler.py",
+        "TopKTopPSampler.forward_native",
+        "judge by the processed probabilities",
+        "self",
+        "logits",
+        "generators",
+        "k",
+        "p",
+    ),
+    _v1(
+        "V1 top-k and top-p",
+        "calls",
+        "v1/sample/ops/topk_topp_sampler.py",
+        "apply_top_k_top_p",
+        "process every judged row",
+        "logits",
+        "k",
+        "p",
+    ),
     *(
         _v1(
             "V1 sampling metadata", "reads", "v1/sample/metadata.py", f"SamplingMetadata.{field}", "one row per verified position"
@@ -266,13 +295,36 @@ SEAMS: tuple[Seam, ...] = (
         "seq_lens_upper_bound_np",
         "return_logprobs",
     ),
+    _v2(
+        "V2 sampling parameters",
+        "calls",
+        "v1/worker/gpu/sample/sampler.py",
+        "Sampler.apply_sampling_params",
+        "process every judged row",
+        "self",
+        "logits",
+        "expanded_idx_mapping",
+        "idx_mapping",
+        "idx_mapping_np",
+        "pos",
+        "input_ids",
+        "expanded_local_pos",
+        "seq_lens_upper_bound_np",
+    ),
     *(
         _v2("V2 request states", "reads", "v1/worker/gpu/states.py", f"RequestState.{field}", "known tokens")
         for field in ("all_token_ids", "total_len")
     ),
     *(
         _v2("V2 batch", "reads", "v1/worker/gpu/input_batch.py", f"InputBatch.{field}", "which rows are whose")
-        for field in ("req_ids", "idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "num_draft_tokens_per_req")
+        for field in (
+            "req_ids",
+            "idx_mapping",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "num_draft_tokens_per_req",
+            "cu_num_logits_np",
+        )
     ),
 )
 

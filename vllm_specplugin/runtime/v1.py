@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vllm_specplugin.runtime.core import Runtime
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
-from vllm_specplugin.runtime.v1_sampler import SampleVerification, serve_every_logits_processor
+from vllm_specplugin.runtime.v1_sampler import Verification, serve_every_logits_processor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +52,7 @@ def attach(runner: GPUModelRunner) -> None:
     runner._update_states = hooks.update_states
     runner._input_fits_in_drafter = hooks.input_fits_in_drafter
     runner.propose_draft_token_ids = hooks.propose_draft_token_ids
-    runner.rejection_sampler = SampleVerification(runner, drafter.runtime.verifier)
+    runner.rejection_sampler = Verification(runner, drafter.runtime)
     if drafter.runtime.capabilities.hidden_states == "aux":
         runner.use_aux_hidden_state_outputs = True
 

@@ -1,9 +1,10 @@
-"""Verification on the V1 runner, by the host's own sampler at every verified row.
+"""Verification on the V1 runner, with the host's own sampler over every verified row.
 
 Stock V1 processes verified rows by code of its own, which leaves out logit_bias and min_p, reads uninitialised memory for
 temperature, top-k and top-p on the CPU, and cannot serve a request's seed there. Here each verified row becomes a request
 of its own, whose output is the committed one plus the drafts before it, and the batch of these goes through the same
-sampler as plain decoding. What the host serves without speculation is thereby served with it, in the same way.
+sampler as plain decoding. What the host serves without speculation is thereby served with it, in the same way. Only the
+last step of sampling, drawing a token from the processed logits, is ours for requests that are judged by probabilities.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from vllm.logger import init_logger
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, build_logitsprocs
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_specplugin.scorers.base import SampleVerifier
+from vllm_specplugin.runtime.core import Runtime
+from vllm_specplugin.runtime.judging import Judge, Judged
+from vllm_specplugin.types import Verdict
 
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
@@ -46,13 +50,17 @@ def serve_every_logits_processor(runner: GPUModelRunner) -> None:
     logger.info_once("min_p and logit_bias are served at every position; vLLM's warning about them does not apply here.")
 
 
-class SampleVerification(torch.nn.Module):
+class Verification(torch.nn.Module):
     """Stands where V1 has its `RejectionSampler`."""
 
-    def __init__(self, runner: GPUModelRunner, verifier: SampleVerifier) -> None:
+    def __init__(self, runner: GPUModelRunner, runtime: Runtime) -> None:
         super().__init__()
         self.runner = runner
-        self.verifier = verifier
+        self.runtime = runtime
+        self.judge = Judge(runtime)
+        self.sampler = copy.copy(runner.sampler)
+        self.sampler._modules = dict(runner.sampler._modules)
+        self.sampler.topk_topp_sampler = self.final_draw = _FinalDraw(runner.sampler.topk_topp_sampler, self.judge)
         max_rows = runner.max_num_reqs * (runner.num_spec_tokens + 1)
         self.processors = _RowProcessors(_logits_processors(runner, max_rows))
 
@@ -63,11 +71,11 @@ class SampleVerification(torch.nn.Module):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """Sample every row and walk.
+        """Sample every row; then walk, or judge.
 
         Args:
             metadata: how many drafts each request has, and which.
-            draft_probs: unused; a `SampleVerifier` needs none.
+            draft_probs: unused; what drafts were drawn from is kept by the runtime.
             logits: `[total, vocab]`, for each request the rows before its drafts and after the last one.
             sampling_metadata: the requests' sampling parameters; may change `logits` in place, as in plain decoding.
 
@@ -78,16 +86,28 @@ class SampleVerification(torch.nn.Module):
             return self.runner.sampler(logits=logits, sampling_metadata=sampling_metadata)
         layout = _Layout(np.asarray(metadata.num_draft_tokens, dtype=np.int64), logits.device)
         rows = self._as_requests(layout, metadata, sampling_metadata)
-        sampled = self.runner.sampler(logits=logits, sampling_metadata=rows)
-        target_ids = sampled.sampled_token_ids.view(-1)[layout.row_at]  # [requests, longest + 1]
         draft_ids = layout.pad_drafts(metadata.draft_token_ids)  # [requests, longest]
-        verdict = self.verifier.walk(target_ids, draft_ids.to(target_ids.dtype), layout.lengths)
+        self.final_draw.step = step = self._judged(layout, draft_ids)
+        sampled = self.sampler(logits=logits, sampling_metadata=rows)
+        target_ids = sampled.sampled_token_ids.view(-1)[layout.row_at]  # [requests, longest + 1]
+        verdict = self.judge.walk(target_ids, draft_ids.to(target_ids.dtype), layout.lengths)
+        verdict = self.judge.merge(verdict, None if step is None else step.judged, None if step is None else step.verdict)
         if isinstance(rows.generators, _RowGenerators):
             rows.generators.rewind(layout.first_row, verdict.accepted.tolist())
         return SamplerOutput(
             sampled_token_ids=verdict.token_ids.to(torch.int32),
             logprobs_tensors=None if sampled.logprobs_tensors is None else _select(sampled.logprobs_tensors, layout.row_at),
         )
+
+    def _judged(self, layout: _Layout, draft_ids: torch.Tensor) -> _JudgedStep | None:
+        batch = self.runner.input_batch
+        ids = batch.req_ids[: len(layout.drafts)]
+        requests = [self.runtime.request(request_id, self.runner.requests[request_id].sampling_params) for request_id in ids]
+        judged = self.judge.choose(requests, layout.drafts, layout.lengths.device)
+        if judged is None:
+            return None
+        known = torch.from_numpy(batch.num_tokens_no_spec[: len(ids)].astype(np.int64)).to(layout.lengths.device)
+        return _JudgedStep(judged, layout, draft_ids, known)
 
     def _as_requests(self, layout: _Layout, metadata: SpecDecodeMetadata, requests: SamplingMetadata) -> SamplingMetadata:
         index = layout.request_of_row_on_device
@@ -111,6 +131,50 @@ class SampleVerification(torch.nn.Module):
             logprob_token_ids=layout.by_row(requests.logprob_token_ids) if requests.logprob_token_ids else None,
             spec_token_ids=None,
         )
+
+
+class _JudgedStep:
+    """What the final draw needs to know of a step with judged requests, and what comes of it."""
+
+    def __init__(self, judged: Judged, layout: _Layout, draft_ids: torch.Tensor, known: torch.Tensor) -> None:
+        self.judged = judged
+        self.lengths = layout.lengths[judged.rows]
+        longest = int(layout.drafts[judged.rows.cpu().numpy()].max())
+        self.row_at = layout.row_at[judged.rows, : longest + 1]  # [judged, longest + 1]
+        self.draft_ids = draft_ids[judged.rows, :longest]
+        self.known = known[judged.rows]
+        self.verdict: Verdict | None = None
+
+
+class _FinalDraw(torch.nn.Module):
+    """Stands where V1's sampler draws tokens from processed logits, and lets the judge draw those of judged requests."""
+
+    def __init__(self, stock: torch.nn.Module, judge: Judge) -> None:
+        super().__init__()
+        self.stock = stock
+        self.judge = judge
+        self.step: _JudgedStep | None = None
+
+    def forward(
+        self, logits: torch.Tensor, generators: dict[int, torch.Generator], k: torch.Tensor | None, p: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens `[rows]` for logits `[rows, vocab]`; of a judged request those that it emits, row by row."""
+        step = self.step
+        if step is None:
+            drawn: tuple[torch.Tensor, torch.Tensor | None] = self.stock(logits, generators, k, p)
+            return drawn
+        logits = apply_top_k_top_p(logits, k, p)
+        probs = logits.softmax(dim=-1, dtype=torch.float32)  # [rows, vocab]
+        every_row = step.judged.every and len(probs) == step.row_at.numel()
+        target_probs = probs.view(*step.row_at.shape, -1) if every_row else probs[step.row_at]
+        step.verdict = self.judge.verify(step.judged, target_probs, step.draft_ids, step.lengths, step.known)
+        if step.judged.every and self.stock.logprobs_mode not in ("processed_logits", "processed_logprobs"):
+            tokens, processed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device), None
+        else:
+            tokens, processed = self.stock(logits, generators, None, None)  # what they keep is applied
+        emitted = step.verdict.token_ids >= 0
+        tokens = tokens.long().index_put((step.row_at[emitted],), step.verdict.token_ids[emitted])
+        return tokens, processed
 
 
 class _Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_specplugin.types import Verdict
@@ -11,13 +12,24 @@ if TYPE_CHECKING:
     import torch
 
 
+class Use(IntEnum):
+    """What a uniform number decides; each use has a stream of its own (see `scorers/uniforms.py`)."""
+
+    ACCEPT = 0
+    """Whether the draft at this position stands."""
+    RESIDUAL = 1
+    """What replaces a draft that was refused at this position."""
+    BONUS = 2
+    """What is drawn from the target's own distribution at this position."""
+
+
 class Verifier(ABC):
     """Decides which drafts stand and what follows them: a pure function, all randomness is an argument."""
 
     lossless: ClassVar[bool]
     """The emitted tokens follow exactly the target's distribution."""
     needs_probabilities: ClassVar[bool]
-    """It works only with proposers that return the distribution they drew from."""
+    """It is of use only with proposers that return the distribution they drew from."""
 
     @abstractmethod
     def verify(
@@ -31,12 +43,14 @@ class Verifier(ABC):
         """Verify one step's drafts, ragged over the batch.
 
         Args:
-            target_probs: `[rows, k + 1, vocab]`, the target's distribution before each draft and after the last one,
-                with everything that the request asked for applied.
-            draft_probs: `[rows, k, vocab]`, what each draft was drawn from; None for drafts chosen without chance.
+            target_probs: `[rows, k + 1, vocab]` float32, the target's distribution before each draft and after the last
+                one, with everything that the request asked for applied. Entries past a row's `lengths` may be anything.
+            draft_probs: `[rows, k, vocab]` float32, what each draft was drawn from; None for drafts chosen without chance.
+                The same holds for its entries past a row's `lengths`.
             draft_ids: `[rows, k]`; ids at and after `lengths[row]` are ignored.
             lengths: `[rows]`, the number of drafts of each row.
-            uniforms: `[rows, k + 1, vocab]`, independent draws from (0, 1); position j decides only about position j.
+            uniforms: `[rows, k + 1, 3]` float64, independent draws from [0, 1), one for each `Use` at each position.
+                They belong to this pass alone: no later pass may see them again (see `scorers/block.py` for why).
 
         Returns:
             Verdict: with `accepted` `[rows]` and `token_ids` `[rows, k + 1]`, on the device of the arguments.
@@ -62,6 +76,8 @@ class SampleVerifier(Verifier):
         lengths: torch.Tensor,
         uniforms: torch.Tensor,
     ) -> Verdict:
-        """The same over probabilities: at each row the exponential race argmax p(x) / -log(u_x) is one draw from p."""
-        target_ids = (target_probs / -uniforms.log()).argmax(dim=-1)  # [rows, k + 1]
-        return self.walk(target_ids, draft_ids, lengths)
+        """The same over probabilities: at each position one draw from the target, with the uniform for `Use.BONUS`."""
+        from vllm_specplugin.scorers.drawing import draw
+
+        target_ids, _ = draw(target_probs.flatten(0, 1), uniforms[..., Use.BONUS].flatten())  # [rows * (k + 1)]
+        return self.walk(target_ids.view(target_probs.shape[:2]), draft_ids, lengths)

@@ -8,6 +8,7 @@ matrix and requests of one batch can differ:
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -124,6 +125,49 @@ class AuxiliaryStateProbe(HiddenStateProbe):
             if len(step.committed(row)):
                 SEEN["aux"].append((request_id, int(step.lengths[row]), step.aux_hidden_states[row].tolist()))
         return super().propose(step)
+
+
+class SampledProposer(ScriptedProposer):
+    """Draws its drafts by chance, from laws that each request's script names, and returns these laws.
+
+    {"mode": "sampled", "sharpness": s}: a law depends on the token before it alone (see `law_after`). Requests in other modes
+    draft as the script says, with one-hot rows where another request of the step samples.
+    """
+
+    capabilities = Capabilities(tokens="host", probabilities=True)
+
+    def propose(self, step: Step) -> Drafts:
+        modes = [(request.extra.get("script") or {}).get("mode") for request in step.requests]
+        if "sampled" not in modes:
+            return super().propose(step)
+        SEEN["steps"] += 1
+        vocab, k = self.host.vocab_size, step.k
+        probabilities = torch.zeros(len(modes), k, vocab)
+        rows: list[list[int]] = []
+        for row, mode in enumerate(modes):
+            drafts = self._row(step, row, mode) if mode != "sampled" else []
+            last = int(step.history.host(row)[-1])
+            for draft in range(int(step.limits[row]) if mode == "sampled" else len(drafts)):
+                if mode == "sampled":
+                    law = law_after(last, vocab, float(step.requests[row].extra["script"].get("sharpness", 1.0)))
+                    # A double-precision draw from exactly the float32 law that is returned.
+                    cumulative = law.double().cumsum(0)
+                    last = int(
+                        torch.searchsorted(cumulative, cumulative[-1] * step.noise.generator(row, draft).random(), right=True)
+                    )
+                    drafts.append(last)
+                    probabilities[row, draft] = law
+                else:
+                    probabilities[row, draft, drafts[draft]] = 1.0
+            rows.append(drafts)
+        SEEN["drafted"] += sum(len(row) for row in rows)
+        return Drafts(rows, probabilities=probabilities)
+
+
+@functools.cache
+def law_after(token: int, vocab: int, sharpness: float) -> torch.Tensor:
+    """`[vocab]` float32: what `sampled` draws from after a token."""
+    return (sharpness * torch.randn(vocab, generator=torch.Generator().manual_seed(token))).softmax(-1)
 
 
 class RefuseAll(SampleVerifier):

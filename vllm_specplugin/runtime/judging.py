@@ -1,0 +1,158 @@
+"""Verification by probabilities, for either model runner: which requests of a step it is for, and their verdict.
+
+A request is *walked* (the host's sampler draws at every verified row, and drafts stand while they equal its draws) or
+*judged* (a verifier looks at the probabilities). Walking is lossless for every draft, drawn by chance or not, as long as the
+draft knows nothing of the target's noise; judging accepts more of the drafts that were drawn by chance. So a request is walked
+
+* where it is greedy: its distribution is one-hot, and the host's own argmax decides;
+* where it has a seed and the verifier is lossless: it then gets plain decoding's tokens, in whatever batch and after
+  whatever preemption. A judged token depends on where passes begin and end, and could not be repeated;
+* where no probabilities came with its drafts, if the verifier is about those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.distributed import get_tp_group
+
+from vllm_specplugin.scorers.base import SampleVerifier
+from vllm_specplugin.scorers.one_hot import walk
+from vllm_specplugin.scorers.uniforms import uniforms
+from vllm_specplugin.types import Request, Verdict
+
+if TYPE_CHECKING:
+    from vllm_specplugin.runtime.core import Runtime
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """The judged requests of one step."""
+
+    requests: Sequence[Request]
+    """`[judged]`"""
+    rows: torch.Tensor
+    """`[judged]`: their places in the step's batch."""
+    every: bool
+    """Nobody in the step is walked."""
+
+
+class Judge:
+    """Verifies the drafts of one model runner."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.verifier = runtime.verifier
+        self._shared = runtime.host.tensor_parallel_size > 1 and not isinstance(self.verifier, SampleVerifier)
+
+    def choose(self, requests: Sequence[Request], num_drafts: NDArray[np.integer], device: torch.device) -> Judged | None:
+        """The requests of a step that are judged, None where all are walked; `requests` and `num_drafts` are `[requests]`."""
+        verifier = self.verifier
+        if isinstance(verifier, SampleVerifier):
+            return None
+        drafted = self.runtime.drafted
+        rows = [
+            row
+            for row, (request, drafts) in enumerate(zip(requests, num_drafts.tolist(), strict=True))
+            if drafts > 0
+            and request.temperature > 0
+            and not (verifier.lossless and request.seed is not None)
+            and not (verifier.needs_probabilities and drafted.get(request.request_id) is None)
+        ]
+        if not rows:
+            return None
+        return Judged([requests[row] for row in rows], torch.tensor(rows, device=device), every=len(rows) == len(requests))
+
+    def verify(
+        self, judged: Judged, target_probs: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor, passes: torch.Tensor
+    ) -> Verdict:
+        """The verdict on the judged requests.
+
+        Args:
+            judged: the requests.
+            target_probs: `[judged, k + 1, vocab]` float32.
+            draft_ids: `[judged, k]`.
+            lengths: `[judged]`.
+            passes: `[judged]`, how many tokens of each were known before this pass.
+        """
+        k = draft_ids.shape[1]
+        draft_probs = self.runtime.drafted.stacked(judged.requests, draft_ids, lengths)
+        keys = torch.tensor([self.runtime.noise_key(request) for request in judged.requests], device=lengths.device)
+        return self.verifier.verify(target_probs, draft_probs, draft_ids, lengths, uniforms(keys, passes, k))
+
+    def walk(self, target_ids: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor) -> Verdict:
+        """The verdict on all requests by the host's samples: `[requests, k + 1]`, `[requests, k]`, `[requests]`."""
+        if isinstance(self.verifier, SampleVerifier):
+            return self.verifier.walk(target_ids, draft_ids, lengths)
+        return walk(target_ids, draft_ids, lengths)
+
+    def merge(self, walked: Verdict, judged: Judged | None, verdict: Verdict | None) -> Verdict:
+        """One verdict on all requests of a step, the same on every tensor-parallel rank."""
+        accepted, token_ids = walked.accepted, walked.token_ids
+        if judged is not None and verdict is not None:
+            accepted = accepted.index_copy(0, judged.rows, verdict.accepted)
+            width = verdict.token_ids.shape[1]  # the judged requests may all have fewer drafts than the longest one
+            padded = torch.nn.functional.pad(verdict.token_ids, (0, token_ids.shape[1] - width), value=-1)
+            token_ids = token_ids.index_copy(0, judged.rows, padded.to(token_ids.dtype))
+        if self._shared:
+            # What a rank's proposer gave may be missing on another (late there, say); the tokens must not differ.
+            packed = torch.cat([accepted[:, None], token_ids.long()], dim=1)
+            packed = get_tp_group().broadcast(packed, src=0)
+            accepted, token_ids = packed[:, 0], packed[:, 1:].to(token_ids.dtype)
+        return Verdict(accepted=accepted, token_ids=token_ids, tested=walked.tested)
+
+
+class Drafted:
+    """What each request's drafts were drawn from, kept until it is drafted for again."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def keep(self, request_ids: Sequence[str], lengths: NDArray[np.int64], probabilities: torch.Tensor | None) -> None:
+        """Remember one step's `probabilities` `[rows, k, vocab]`; a request that was drafted for without loses the old ones."""
+        for row, (request_id, length) in enumerate(zip(request_ids, lengths.tolist(), strict=True)):
+            if probabilities is not None and length > 0:
+                self._of[request_id] = (probabilities, row)
+            else:
+                self._of.pop(request_id, None)
+
+    def get(self, request_id: str) -> torch.Tensor | None:
+        """`[k, vocab]` float32, what a request's drafts were drawn from; None where they were chosen without chance."""
+        kept = self._of.get(request_id)
+        return None if kept is None else kept[0][kept[1]]
+
+    def drop(self, request_id: str) -> None:
+        """The request ended, or its drafts are void."""
+        self._of.pop(request_id, None)
+
+    def stacked(self, requests: Sequence[Request], draft_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        """`[rows, k, vocab]` for the requests of a step, None where no draft was drawn by chance.
+
+        Where only some were, the others get what they are: one-hot rows. `draft_ids` is `[rows, k]`, `lengths` `[rows]`.
+        """
+        kept = [self._of.get(request.request_id) for request in requests]
+        k = draft_ids.shape[1]
+        first = next((entry for entry in kept if entry is not None), None)
+        if first is None:
+            return None
+        if all(entry is not None and entry[0] is first[0] for entry in kept):
+            rows = [row for _, row in kept]  # type: ignore[misc]
+            if rows == list(range(len(first[0]))):
+                return first[0][:, :k]
+            return first[0][torch.tensor(rows, device=first[0].device), :k]
+        vocab = first[0].shape[2]
+        stacked = first[0].new_zeros(len(kept), k, vocab)
+        for place, entry in enumerate(kept):
+            if entry is not None:
+                drawn = entry[0][entry[1], :k]
+                stacked[place, : len(drawn)] = drawn
+        without = torch.tensor([entry is None for entry in kept], device=stacked.device)
+        inside = torch.arange(k, device=stacked.device) < lengths[:, None]
+        mask = (without[:, None] & inside)[..., None].to(stacked.dtype)
+        ids = draft_ids.long().masked_fill(~inside, 0)[..., None]
+        return stacked.scatter_add_(2, ids, mask)
