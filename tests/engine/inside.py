@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+JUDGED: list[tuple[str, int]] = []
+CHUNKS: list[Any] = []
+"""vLLM's own function, while it is replaced."""
+
 
 def runner(llm: Any) -> Any:
     """vLLM's model runner."""
@@ -16,6 +20,27 @@ def runtime(llm: Any) -> Any:
     model_runner = runner(llm)
     holder = getattr(model_runner, "drafter", None) or model_runner.speculator
     return holder.runtime
+
+
+def use_the_hosts_kernels(llm: Any) -> None:
+    """What V2 does on CUDA for the token rule; each step that they verify is noted."""
+    verification = runner(llm).rejection_sampler
+    verification.fused = True
+    stock = verification._by_host_kernels
+
+    def noted(*args: Any) -> Any:
+        HOST_KERNEL_STEPS.append(len(args[1]))
+        return stock(*args)
+
+    verification._by_host_kernels = noted
+
+
+HOST_KERNEL_STEPS: list[int] = []
+"""How many requests each step had that the host's kernels verified."""
+
+
+def host_kernel_steps(llm: Any) -> list[int]:
+    return HOST_KERNEL_STEPS
 
 
 def scheduler(llm: Any) -> str:
@@ -50,6 +75,59 @@ def forget_seen(llm: Any) -> None:
     import scripted_parts
 
     scripted_parts.reset()
+
+
+def watch_the_judge(llm: Any) -> int:
+    """Keep from now on which requests are judged by probabilities, and how much was known of them before the pass.
+
+    Returns the number that the next request gets, with which its id begins.
+    """
+    import scripted_parts
+
+    scripted_parts.reset()
+    JUDGED.clear()
+    judge = runner(llm).rejection_sampler.judge
+    stock = type(judge).verify.__get__(judge)
+
+    def verify(judged: Any, target_probs: Any, draft_ids: Any, lengths: Any, passes: Any) -> Any:
+        JUDGED.extend(zip([request.request_id for request in judged.requests], passes.tolist(), strict=True))
+        return stock(judged, target_probs, draft_ids, lengths, passes)
+
+    judge.verify = verify
+    number: int = llm.request_counter.counter
+    return number
+
+
+def judged(llm: Any) -> list[tuple[str, int]]:
+    """Request id and number of known tokens, for each row that was judged since `watch_the_judge`."""
+    return list(JUDGED)
+
+
+def judged_rows(llm: Any) -> list[dict[str, Any]]:
+    """The same with what the verifier `recording` was asked about each of them."""
+    import scripted_parts
+
+    pairs = zip(JUDGED, scripted_parts.SEEN["judged"], strict=True)
+    return [{"request": name, "known": known, **asked} for (name, known), asked in pairs]
+
+
+def verify_in_chunks(llm: Any, rows: int | None) -> None:
+    """Have V2 verify a batch in parts of at most so many rows, as it does where the vocabulary is large; None: as ever."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
+
+    if not CHUNKS:
+        CHUNKS.append(module.get_max_chunk_logits)
+    module.get_max_chunk_logits = CHUNKS[0] if rows is None else lambda vocabulary: rows
+
+
+def known_on_every_rank(llm: Any) -> list[dict[str, list[int]]]:
+    """What each tensor-parallel rank of V1 takes for the output of each request so far."""
+    return llm.collective_rpc(outputs_of_worker)
+
+
+def outputs_of_worker(worker: Any) -> dict[str, list[int]]:
+    requests = getattr(worker, "worker", worker).model_runner.requests
+    return {request_id.partition("-")[0]: list(state.output_token_ids) for request_id, state in requests.items()}
 
 
 def step_once(llm: Any) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.common import SideBySide, script
+from tests.engine.common import PATIENCE_MS, SideBySide, script
 from tests.support.tiny import tiny_model as make_tiny_model
 
 VOCABULARY = 16
@@ -150,6 +150,18 @@ def test_drafts_drawn_by_chance_leave_the_distribution_alone(engines: SideBySide
     opened(engines, narrow_model, verifier, **SAMPLED)
     outputs, acceptance = sample_by_chance(engines, REQUESTS[engines.runner] // 2, sharpness=1.5)
     assert 0.01 < acceptance < 0.7, "drafts must be accepted as well as refused"
+    found = p_values(engines, outputs)
+    assert min(found.values()) > ALPHA, found
+
+
+@pytest.mark.parametrize("engines", ["v2"], indirect=True)
+def test_the_hosts_own_kernels_leave_the_distribution_alone(engines: SideBySide, narrow_model: Path) -> None:
+    """They are for CUDA; here Triton's interpreter runs them."""
+    opened(engines, narrow_model, "token", **SAMPLED, draft_budget_ms=PATIENCE_MS - 1)  # an engine of its own
+    engines.inside("use_the_hosts_kernels")
+    outputs, acceptance = sample_by_chance(engines, REQUESTS["v2"] // 2, sharpness=1.5)
+    assert 0.01 < acceptance < 0.7
+    assert sum(engines.inside("host_kernel_steps")) >= REQUESTS["v2"] // 2, "each request was verified there at least once"
     found = p_values(engines, outputs)
     assert min(found.values()) > ALPHA, found
 

@@ -52,21 +52,32 @@ class Judge:
 
     def choose(self, requests: Sequence[Request], num_drafts: NDArray[np.integer], device: torch.device) -> Judged | None:
         """The requests of a step that are judged, None where all are walked; `requests` and `num_drafts` are `[requests]`."""
-        verifier = self.verifier
-        if isinstance(verifier, SampleVerifier):
+        if isinstance(self.verifier, SampleVerifier):
             return None
-        drafted = self.runtime.drafted
         rows = [
             row
-            for row, (request, drafts) in enumerate(zip(requests, num_drafts.tolist(), strict=True))
-            if drafts > 0
-            and request.temperature > 0
-            and not (verifier.lossless and request.seed is not None)
-            and not (verifier.needs_probabilities and drafted.get(request.request_id) is None)
+            for row, (one, drafts) in enumerate(zip(requests, num_drafts.tolist(), strict=True))
+            if drafts and self._judges(one)
         ]
         if not rows:
             return None
         return Judged([requests[row] for row in rows], torch.tensor(rows, device=device), every=len(rows) == len(requests))
+
+    def nobody_is_walked(self, requests: Sequence[Request], num_drafts: NDArray[np.integer]) -> bool:
+        """Whether each request with drafts is judged or greedy, and at least one is judged."""
+        any_judged = False
+        for request, drafts in zip(requests, num_drafts.tolist(), strict=True):
+            if drafts and self._judges(request):
+                any_judged = True
+            elif drafts and request.temperature > 0:
+                return False
+        return any_judged
+
+    def _judges(self, request: Request) -> bool:
+        verifier = self.verifier
+        if request.temperature == 0 or (verifier.lossless and request.seed is not None):
+            return False
+        return not verifier.needs_probabilities or self.runtime.drafted.get(request.request_id) is not None
 
     def verify(
         self, judged: Judged, target_probs: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor, passes: torch.Tensor
@@ -99,12 +110,19 @@ class Judge:
             width = verdict.token_ids.shape[1]  # the judged requests may all have fewer drafts than the longest one
             padded = torch.nn.functional.pad(verdict.token_ids, (0, token_ids.shape[1] - width), value=-1)
             token_ids = token_ids.index_copy(0, judged.rows, padded.to(token_ids.dtype))
-        if self._shared:
-            # What a rank's proposer gave may be missing on another (late there, say); the tokens must not differ.
-            packed = torch.cat([accepted[:, None], token_ids.long()], dim=1)
-            packed = get_tp_group().broadcast(packed, src=0)
-            accepted, token_ids = packed[:, 0], packed[:, 1:].to(token_ids.dtype)
+        accepted, token_ids = self.agree(accepted, token_ids)
         return Verdict(accepted=accepted, token_ids=token_ids, tested=walked.tested)
+
+    def agree(self, counts: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`counts` `[requests]` and `token_ids` `[requests, k + 1]` as the first tensor-parallel rank has them.
+
+        What a rank's proposer gave may be missing on another (it was late there, say); the tokens must not differ.
+        """
+        if not self._shared:
+            return counts, token_ids
+        packed = torch.cat([counts[:, None].long(), token_ids.long()], dim=1)
+        packed = get_tp_group().broadcast(packed, src=0)
+        return packed[:, 0].to(counts.dtype), packed[:, 1:].to(token_ids.dtype)
 
 
 class Drafted:

@@ -16,13 +16,11 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specplugin.guard import CheckedDrafts
 from vllm_specplugin.runtime.core import Runtime
-from vllm_specplugin.runtime.judging import Judge
-from vllm_specplugin.types import Request
+from vllm_specplugin.runtime.v2_sampler import Verification
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -162,96 +160,9 @@ def _model_state(speculator: PluginSpeculator, base: type) -> type:
             custom = super().custom_sampler(sampler)
             if custom is not None:
                 sampler = custom[0]
-            return sampler, Verification(speculator, sampler)
+            return sampler, Verification(speculator.runtime, speculator.draft_lengths, speculator.speculative_config, sampler)
 
     return PluginModelState
-
-
-class Verification(RejectionSampler):
-    """V2's rejection sampler with the decision replaced: sample every row as plain decoding would and walk, or judge.
-
-    V2 keys its noise by (seed, position), so a seeded request, which is walked, emits plain decoding's tokens.
-    """
-
-    def __init__(self, speculator: PluginSpeculator, sampler: Any) -> None:
-        super().__init__(sampler, speculator.speculative_config, speculator.device)
-        self.speculator = speculator
-        self.judge = Judge(speculator.runtime)
-        self._requests: dict[int, Request] = {}
-        """By slot, of this step."""
-        self._num_drafts: dict[int, int] = {}
-        """By slot, of this step: how many rows beyond its first a request has."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        draft_logits: torch.Tensor | None = None,
-        invalid_drafts: torch.Tensor | None = None,
-    ) -> Any:
-        # Row j holds draft j - 1. Under asynchronous scheduling every row is k long, so what only fills it up is marked.
-        filler = input_batch.expanded_local_pos > self.speculator.draft_lengths[input_batch.expanded_idx_mapping]
-        invalid = filler if invalid_drafts is None else filler | invalid_drafts
-        slots = input_batch.idx_mapping_np.tolist()
-        request = self.speculator.runtime.request
-        self._requests = {slot: request(name, None) for slot, name in zip(slots, input_batch.req_ids, strict=True)}
-        self._num_drafts = dict(zip(slots, (np.diff(input_batch.cu_num_logits_np) - 1).tolist(), strict=True))
-        return super().__call__(logits, input_batch, draft_logits, invalid)
-
-    def _verify(
-        self,
-        logits: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        draft_sampled: torch.Tensor,
-        pos: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: NDArray[np.intp],
-        expanded_idx_mapping: torch.Tensor,
-        expanded_local_pos: torch.Tensor,
-        seq_lens_upper_bound_np: NDArray[np.int32],
-        verify_draft_sampled: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns processed logits `[total, vocab]`, sampled `[requests, k + 1]`, number sampled `[requests]`."""
-        sampling = (
-            logits,
-            expanded_idx_mapping,
-            idx_mapping,
-            idx_mapping_np,
-            pos,
-            draft_sampled,
-            expanded_local_pos,
-            seq_lens_upper_bound_np,
-        )
-        slots = idx_mapping_np.tolist()
-        requests = [self._requests[slot] for slot in slots]
-        num_drafts = np.array([self._num_drafts[slot] for slot in slots], dtype=np.int64)
-        judged = self.judge.choose(requests, num_drafts, logits.device)
-        first = cu_num_logits[:-1].long()  # [requests]
-        lengths = cu_num_logits[1:].long() - first - 1
-        position = torch.arange(self.num_speculative_steps + 1, device=first.device)
-        row_at = (first[:, None] + position).clamp(max=logits.shape[0] - 1)  # [requests, k + 1]
-        drafts = verify_draft_sampled[row_at[:, 1:]]  # [requests, k]; -1 where a draft is marked invalid
-        if judged is None or not judged.every:
-            target_ids, processed = self.sampler.sample(*sampling, return_logprobs=True)
-        else:
-            target_ids = torch.zeros_like(verify_draft_sampled)  # nobody is walked
-        if judged is not None:  # a fused sampler applies top-k and top-p where its caller does not see it
-            processed = self.sampler.apply_sampling_params(*sampling)
-        walked = self.judge.walk(target_ids[row_at], drafts.to(target_ids.dtype), lengths)
-        verdict = None
-        if judged is not None:
-            probs = processed.softmax(dim=-1, dtype=torch.float32)  # [total, vocab]
-            rows = row_at[judged.rows]  # [judged, k + 1]
-            every_row = judged.every and len(probs) == rows.numel()
-            target_probs = probs.view(*rows.shape, -1) if every_row else probs[rows]
-            drafts = drafts[judged.rows]
-            within = position[:-1] < lengths[judged.rows, None]
-            valid = ((drafts >= 0) & within).long().cumprod(dim=1).sum(dim=1)  # [judged]
-            known = pos[first[judged.rows]].long() + 1
-            verdict = self.judge.verify(judged, target_probs, drafts, valid, known)
-        merged = self.judge.merge(walked, judged, verdict)
-        return processed, merged.token_ids.clamp(min=0), (merged.accepted + 1).to(torch.int32)
 
 
 def attach(runner: GPUModelRunner) -> None:

@@ -1,0 +1,154 @@
+"""Verification on the V2 runner, with the host's own sampler over every verified row; see `judging` for who is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+from vllm_specplugin.runtime.core import Runtime
+from vllm_specplugin.runtime.judging import Judge
+from vllm_specplugin.scorers.token import TokenVerifier
+from vllm_specplugin.types import Request
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+class Verification(RejectionSampler):
+    """V2's rejection sampler with the decision replaced: sample every row as plain decoding would and walk, or judge.
+
+    V2 keys its noise by (seed, position), so a seeded request, which is walked, emits plain decoding's tokens.
+    """
+
+    def __init__(self, runtime: Runtime, draft_lengths: torch.Tensor, spec_config: SpeculativeConfig, sampler: Any) -> None:
+        """`draft_lengths` `[request slots]`: how many of a request's k draft tokens are drafts."""
+        super().__init__(sampler, spec_config, draft_lengths.device)
+        self.runtime = runtime
+        self.draft_lengths = draft_lengths
+        self.judge = Judge(runtime)
+        self.fused = draft_lengths.device.type == "cuda" and type(runtime.verifier) is TokenVerifier
+        """The host's own kernels do the token rule, where nobody in the step has to be walked."""
+        self._requests: dict[int, Request] = {}
+        """By slot, of this step."""
+        self._num_drafts: dict[int, int] = {}
+        """By slot, of this step: how many rows beyond its first a request has."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> Any:
+        # Row j holds draft j - 1. Under asynchronous scheduling every row is k long, so what only fills it up is marked.
+        filler = input_batch.expanded_local_pos > self.draft_lengths[input_batch.expanded_idx_mapping]
+        invalid = filler if invalid_drafts is None else filler | invalid_drafts
+        slots = input_batch.idx_mapping_np.tolist()
+        request = self.runtime.request
+        self._requests = {slot: request(name, None) for slot, name in zip(slots, input_batch.req_ids, strict=True)}
+        self._num_drafts = dict(zip(slots, (np.diff(input_batch.cu_num_logits_np) - 1).tolist(), strict=True))
+        return super().__call__(logits, input_batch, draft_logits, invalid)
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: NDArray[np.intp],
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: NDArray[np.int32],
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns processed logits `[total, vocab]`, sampled `[requests, k + 1]`, number sampled `[requests]`."""
+        sampling = (
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )
+        slots = idx_mapping_np.tolist()
+        requests = [self._requests[slot] for slot in slots]
+        num_drafts = np.array([self._num_drafts[slot] for slot in slots], dtype=np.int64)
+        if self.fused and self.judge.nobody_is_walked(requests, num_drafts):
+            processed = self.sampler.apply_sampling_params(*sampling)
+            return self._by_host_kernels(processed, requests, verify_draft_sampled, cu_num_logits, pos, idx_mapping)
+        judged = self.judge.choose(requests, num_drafts, logits.device)
+        first = cu_num_logits[:-1].long()  # [requests]
+        lengths = cu_num_logits[1:].long() - first - 1
+        position = torch.arange(self.num_speculative_steps + 1, device=first.device)
+        row_at = (first[:, None] + position).clamp(max=logits.shape[0] - 1)  # [requests, k + 1]
+        drafts = verify_draft_sampled[row_at[:, 1:]]  # [requests, k]; -1 where a draft is marked invalid
+        if judged is None or not judged.every:
+            target_ids, processed = self.sampler.sample(*sampling, return_logprobs=True)
+        else:
+            target_ids = torch.zeros_like(verify_draft_sampled)  # nobody is walked
+        if judged is not None:  # a fused sampler applies top-k and top-p where its caller does not see it
+            processed = self.sampler.apply_sampling_params(*sampling)
+        walked = self.judge.walk(target_ids[row_at], drafts.to(target_ids.dtype), lengths)
+        verdict = None
+        if judged is not None:
+            probs = processed.softmax(dim=-1, dtype=torch.float32)  # [total, vocab]
+            rows = row_at[judged.rows]  # [judged, k + 1]
+            every_row = judged.every and len(probs) == rows.numel()
+            target_probs = probs.view(*rows.shape, -1) if every_row else probs[rows]
+            drafts = drafts[judged.rows]
+            within = position[:-1] < lengths[judged.rows, None]
+            valid = ((drafts >= 0) & within).long().cumprod(dim=1).sum(dim=1)  # [judged]
+            known = pos[first[judged.rows]].long() + 1
+            verdict = self.judge.verify(judged, target_probs, drafts, valid, known)
+        merged = self.judge.merge(walked, judged, verdict)
+        return processed, merged.token_ids.clamp(min=0), (merged.accepted + 1).to(torch.int32)
+
+    def _by_host_kernels(
+        self,
+        processed: torch.Tensor,
+        requests: Sequence[Request],
+        drafts: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        pos: torch.Tensor,
+        idx_mapping: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The token rule over processed logits `[total, vocab]`; `drafts` `[total]`, one row after each draft, -1 if invalid."""
+        states = self.sampler.sampling_states
+        first = cu_num_logits[:-1].long()  # [requests]
+        lengths = cu_num_logits[1:].long() - first - 1
+        request = torch.arange(len(requests), device=first.device, dtype=idx_mapping.dtype)
+        request_of_row = request.repeat_interleave(lengths + 1, output_size=len(processed))  # [total]
+        position = torch.arange(len(processed), device=first.device) - first[request_of_row.long()]
+        place = (first[:, None] + 1 + torch.arange(self.num_speculative_steps, device=first.device)).clamp(max=len(drafts) - 1)
+        temperature = states.temperature.gpu[idx_mapping]
+        draft_probs = self.runtime.drafted.stacked(requests, drafts[place].clamp(min=0), lengths)  # [requests, k, vocab]
+        assert draft_probs is not None
+        # The kernels divide by the temperature, which these are past.
+        draft_logits = draft_probs.log().mul_(temperature[:, None, None])
+        sampled, num_sampled = rejection_sample(
+            processed,
+            draft_logits,
+            drafts,
+            cu_num_logits,
+            pos,
+            request,
+            request_of_row,
+            position.to(torch.int32),
+            temperature,
+            states.seeds.gpu[idx_mapping],
+            self.num_speculative_steps,
+            use_fp64=self.sampler.use_fp64_gumbel,
+        )
+        num_sampled, sampled = self.judge.agree(num_sampled, sampled)
+        return processed, sampled, num_sampled
