@@ -72,6 +72,8 @@ class CheckedDrafts:
     """`[rows]`, at most the step's limits."""
     probabilities: torch.Tensor | None = None
     """`[rows, k, vocab]`, what the ids were drawn from; None where they were chosen without chance."""
+    unreliable: frozenset[int] = frozenset()
+    """Rows whose probabilities say nothing: their drafts were drawn by chance, but it is not known from what."""
 
     def rows(self) -> list[list[int]]:
         """The ragged rows."""
@@ -120,7 +122,11 @@ class Guard:
             if drafts.probabilities is not None:
                 place = torch.tensor(kept, device=drafts.probabilities.device)
                 every = drafts.probabilities.new_zeros(step.num_rows, *drafts.probabilities.shape[1:])
-                result = replace(result, probabilities=every.index_copy_(0, place, drafts.probabilities))
+                result = replace(
+                    result,
+                    probabilities=every.index_copy_(0, place, drafts.probabilities),
+                    unreliable=frozenset(kept[row] for row in drafts.unreliable),
+                )
         return result
 
     def observe(self, verdict: Verdict) -> None:
@@ -194,6 +200,7 @@ class Guard:
     def _row_by_row(self, step: Step) -> CheckedDrafts:
         """Find the rows at fault: they decode plainly from now on, the others keep their drafts."""
         result = _empty(step)
+        drawn_by_chance = set()
         self._to_forget.update(step.request_ids)
         self._forget_now()
         failed = []
@@ -206,12 +213,15 @@ class Guard:
                 continue
             result.token_ids[row] = checked.token_ids[0]
             result.lengths[row] = checked.lengths[0]
+            if checked.probabilities is not None:
+                drawn_by_chance.add(row)
         if len(failed) < step.num_rows:
             self._failed_steps = 0
         if len(failed) < step.num_rows or step.num_rows == 1:
             self._plain.update(failed)
         self._to_forget.update(failed)
-        return result
+        # Their probabilities are not put together for a step that went wrong: without them a row is verified by samples.
+        return replace(result, unreliable=frozenset(drawn_by_chance))
 
     def _forget_now(self) -> None:
         if self._to_forget:
@@ -243,10 +253,11 @@ class Guard:
         checked = np.zeros((rows, k), dtype=np.int64)
         used = min(width, k)
         checked[:, :used] = np.where(position[:used] < lengths[:, None], token_ids[:, :used], 0)
-        if probabilities is not None and k > 0:
-            probabilities, lengths = self._check_probabilities(probabilities, checked, lengths)
-            checked[np.arange(k) >= lengths[:, None]] = 0
-        return CheckedDrafts(checked, lengths, probabilities)
+        if probabilities is None or k == 0:
+            return CheckedDrafts(checked, lengths)
+        probabilities, unreliable = self._check_probabilities(probabilities, checked, lengths)
+        unreliable |= bad.any(axis=1)  # cut by looking at what was drawn, so what is left was drawn from something else
+        return CheckedDrafts(checked, lengths, probabilities, frozenset(np.flatnonzero(unreliable).tolist()))
 
     def _probabilities(self, drafts: Drafts, rows: int, k: int) -> torch.Tensor | None:
         if drafts.probabilities is None and drafts.logits is None:
@@ -259,8 +270,8 @@ class Guard:
 
     def _check_probabilities(
         self, probabilities: torch.Tensor, token_ids: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Probabilities `[rows, k, vocab]` as a verifier may rely on them, and the lengths `[rows]` that they are good for.
+    ) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Probabilities `[rows, k, vocab]` as a verifier may rely on them, and the rows `[rows]` where it may not.
 
         What is drawn in proportion to weights that do not quite sum to 1 (a narrow type, say) was drawn from the weights
         over their sum, so that is what they become.
@@ -273,15 +284,13 @@ class Guard:
         good = (probabilities.amin(dim=-1) >= 0) & ((total - 1).abs() < MAX_PROBABILITY_ERROR) & (of_draft > 0)
         facts = torch.stack([good.float(), (total - 1).abs()]).cpu().numpy()  # one copy to the host for both
         counted = np.arange(token_ids.shape[1]) < lengths[:, None]
-        bad = (facts[0] == 0) & counted
+        bad = (facts[0] == 0) & counted  # [rows, k]
         if bad.any():
             what = "probabilities that are NaN, negative, do not sum to 1 or rule out the very token that was drafted"
-            self._fault(Fault.BAD_PROBABILITIES, f"{what}; the row is cut there")
-            lengths = _cut_at_first(bad, lengths)
-            counted = np.arange(token_ids.shape[1]) < lengths[:, None]
-        if facts[1][counted].max(initial=0.0) > ROUNDING:
+            self._fault(Fault.BAD_PROBABILITIES, f"{what}; the row is verified without them")
+        if facts[1][counted & ~bad].max(initial=0.0) > ROUNDING:
             probabilities = probabilities / total[..., None]
-        return probabilities, lengths
+        return probabilities, bad.any(axis=1)
 
     # -- faults ------------------------------------------------------------
 

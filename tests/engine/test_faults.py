@@ -40,7 +40,7 @@ MISDEEDS = {
     "none": Misdeed("bad_shape", True, every_step=False),
     "missing_row": Misdeed("bad_shape", True, every_step=False),
     "exit": Misdeed("exception", True, every_step=False),
-    "nan": Misdeed("bad_probabilities", False),  # given for the whole step, so nobody's are good
+    "nan": Misdeed("bad_probabilities", True, own_drafts=K),  # its drafts are verified by samples
 }
 
 PAIR = [PROMPTS[2], PROMPTS[5]]  # the one at fault, and its neighbour

@@ -133,11 +133,13 @@ def probabilities(first: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -0.5, 0.5], ids=["nan", "negative", "sum"])
-def test_bad_probabilities_cut_the_row(bad: float) -> None:
+def test_a_row_with_bad_probabilities_is_verified_without_them(bad: float) -> None:
     wrong = torch.full((VOCAB,), 1 / VOCAB)
     wrong[3] = bad
     guard, _ = guard_of(lambda _: Drafts([[5, 6, 7], [8, 9]], probabilities=probabilities(wrong)))
-    assert guard.propose(two_rows()).rows() == [[5], [8, 9]]
+    checked = guard.propose(two_rows())
+    assert checked.rows() == [[5, 6, 7], [8, 9]]
+    assert checked.unreliable == {0}
     assert guard.faults == {Fault.BAD_PROBABILITIES: 1}
 
 

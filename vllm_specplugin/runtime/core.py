@@ -174,7 +174,7 @@ class Runtime:
             aux_hidden_states=aux_hidden_states,
         )
         checked = self.guard.propose(step)
-        self.drafted.keep(step.request_ids, checked.lengths, checked.probabilities)
+        self.drafted.keep(step.request_ids, checked)
         if self.wants_verdicts:
             self._drafted.update(zip(step.request_ids, checked.lengths.tolist(), strict=True))
         return checked

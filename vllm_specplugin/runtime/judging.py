@@ -7,7 +7,7 @@ draft knows nothing of the target's noise; judging accepts more of the drafts th
 * where it is greedy: its distribution is one-hot, and the host's own argmax decides;
 * where it has a seed and the verifier is lossless: it then gets plain decoding's tokens, in whatever batch and after
   whatever preemption. A judged token depends on where passes begin and end, and could not be repeated;
-* where no probabilities came with its drafts, if the verifier is about those.
+* where no probabilities came with its drafts, if the verifier is about those; or such as nobody could rely on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.distributed import get_tp_group
 
+from vllm_specplugin.guard import CheckedDrafts
 from vllm_specplugin.scorers.base import SampleVerifier
 from vllm_specplugin.scorers.one_hot import walk
 from vllm_specplugin.scorers.uniforms import uniforms
@@ -77,7 +78,10 @@ class Judge:
         verifier = self.verifier
         if request.temperature == 0 or (verifier.lossless and request.seed is not None):
             return False
-        return not verifier.needs_probabilities or self.runtime.drafted.get(request.request_id) is not None
+        drafted = self.runtime.drafted
+        if verifier.lossless and drafted.unknown(request.request_id):
+            return False
+        return not verifier.needs_probabilities or drafted.get(request.request_id) is not None
 
     def verify(
         self, judged: Judged, target_probs: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor, passes: torch.Tensor
@@ -130,14 +134,16 @@ class Drafted:
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[torch.Tensor, int]] = {}
+        self._unknown: set[str] = set()
 
-    def keep(self, request_ids: Sequence[str], lengths: NDArray[np.int64], probabilities: torch.Tensor | None) -> None:
-        """Remember one step's `probabilities` `[rows, k, vocab]`; a request that was drafted for without loses the old ones."""
-        for row, (request_id, length) in enumerate(zip(request_ids, lengths.tolist(), strict=True)):
-            if probabilities is not None and length > 0:
-                self._of[request_id] = (probabilities, row)
-            else:
-                self._of.pop(request_id, None)
+    def keep(self, request_ids: Sequence[str], drafts: CheckedDrafts) -> None:
+        """Remember what one step's drafts, one row for each request, were drawn from; it replaces what was known before."""
+        for row, (request_id, length) in enumerate(zip(request_ids, drafts.lengths.tolist(), strict=True)):
+            self.drop(request_id)
+            if row in drafts.unreliable:
+                self._unknown.add(request_id)
+            elif drafts.probabilities is not None and length > 0:
+                self._of[request_id] = (drafts.probabilities, row)
 
     def get(self, request_id: str) -> torch.Tensor | None:
         """`[k, vocab]` float32, what a request's drafts were drawn from; None where they were chosen without chance."""
@@ -147,6 +153,11 @@ class Drafted:
     def drop(self, request_id: str) -> None:
         """The request ended, or its drafts are void."""
         self._of.pop(request_id, None)
+        self._unknown.discard(request_id)
+
+    def unknown(self, request_id: str) -> bool:
+        """A request's drafts were drawn by chance, and nobody knows from what."""
+        return request_id in self._unknown
 
     def stacked(self, requests: Sequence[Request], draft_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
         """`[rows, k, vocab]` for the requests of a step, None where no draft was drawn by chance.
