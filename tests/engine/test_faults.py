@@ -21,8 +21,6 @@ class Misdeed:
 
     fault: str
     """Counted as this."""
-    neighbours_keep_their_drafts: bool
-    """It is the misdeed of one row, or found to be."""
     own_drafts: int = 0
     """How many drafts of each pass of its own are left for the target to verify."""
     every_step: bool = True
@@ -30,17 +28,17 @@ class Misdeed:
 
 
 MISDEEDS = {
-    "over_long": Misdeed("too_long", True, own_drafts=K),
-    "out_of_vocabulary": Misdeed("bad_token", True, own_drafts=1),
-    "huge": Misdeed("bad_token", True),
-    "negative": Misdeed("bad_token", True),
-    "negative_later": Misdeed("bad_token", True, own_drafts=1),
-    "float": Misdeed("exception", True, every_step=False),
-    "raise": Misdeed("exception", True, every_step=False),
-    "none": Misdeed("bad_shape", True, every_step=False),
-    "missing_row": Misdeed("bad_shape", True, every_step=False),
-    "exit": Misdeed("exception", True, every_step=False),
-    "nan": Misdeed("bad_probabilities", True, own_drafts=K),  # its drafts are verified by samples
+    "over_long": Misdeed("too_long", own_drafts=K),
+    "out_of_vocabulary": Misdeed("bad_token", own_drafts=1),
+    "huge": Misdeed("bad_token"),
+    "negative": Misdeed("bad_token"),
+    "negative_later": Misdeed("bad_token", own_drafts=1),
+    "float": Misdeed("exception", every_step=False),
+    "raise": Misdeed("exception", every_step=False),
+    "none": Misdeed("bad_shape", every_step=False),
+    "missing_row": Misdeed("bad_shape", every_step=False),
+    "exit": Misdeed("exception", every_step=False),
+    "nan": Misdeed("bad_probabilities", own_drafts=K),  # its drafts are verified by samples
 }
 
 PAIR = [PROMPTS[2], PROMPTS[5]]  # the one at fault, and its neighbour
@@ -74,10 +72,7 @@ def test_a_misdeed(engines: SideBySide, mode: str, asked: dict[str, Any]) -> Non
     else:
         assert now[misdeed.fault] == 1, "the request was not left to decode plainly"
     oracle = forecast(PAIR[1], known[1].token_ids, said[1], K)
-    if misdeed.neighbours_keep_their_drafts:
-        assert counters.accepted >= oracle.accepted > NUM_TOKENS / 2
-    else:
-        assert counters.draft_tokens <= oracle.draft_tokens
+    assert counters.accepted >= oracle.accepted > NUM_TOKENS / 2, "the neighbour lost its drafts"
     own_passes = NUM_TOKENS - 1  # what is left of its drafts is wrong
     assert counters.draft_tokens >= misdeed.own_drafts * own_passes / 2
     if misdeed.own_drafts == 0:
