@@ -37,8 +37,10 @@ class Judged:
 
     requests: Sequence[Request]
     """`[judged]`"""
-    rows: torch.Tensor
+    places: Sequence[int]
     """`[judged]`: their places in the step's batch."""
+    rows: torch.Tensor
+    """The same on the device."""
     every: bool
     """Nobody in the step is walked."""
 
@@ -55,14 +57,12 @@ class Judge:
         """The requests of a step that are judged, None where all are walked; `requests` and `num_drafts` are `[requests]`."""
         if isinstance(self.verifier, SampleVerifier):
             return None
-        rows = [
-            row
-            for row, (one, drafts) in enumerate(zip(requests, num_drafts.tolist(), strict=True))
-            if drafts and self._judges(one)
-        ]
-        if not rows:
+        counted = enumerate(zip(requests, num_drafts.tolist(), strict=True))
+        places = [place for place, (request, drafts) in counted if drafts and self._judges(request)]
+        if not places:
             return None
-        return Judged([requests[row] for row in rows], torch.tensor(rows, device=device), every=len(rows) == len(requests))
+        judged = [requests[place] for place in places]
+        return Judged(judged, places, torch.tensor(places, device=device), every=len(places) == len(requests))
 
     def nobody_is_walked(self, requests: Sequence[Request], num_drafts: NDArray[np.integer]) -> bool:
         """Whether each request with drafts is judged or greedy, and at least one is judged."""

@@ -139,7 +139,7 @@ class _JudgedStep:
     def __init__(self, judged: Judged, layout: _Layout, draft_ids: torch.Tensor, known: torch.Tensor) -> None:
         self.judged = judged
         self.lengths = layout.lengths[judged.rows]
-        longest = int(layout.drafts[judged.rows.cpu().numpy()].max())
+        longest = int(layout.drafts[list(judged.places)].max())
         self.row_at = layout.row_at[judged.rows, : longest + 1]  # [judged, longest + 1]
         self.draft_ids = draft_ids[judged.rows, :longest]
         self.known = known[judged.rows]
