@@ -2,7 +2,11 @@
 
 Speculative sampling is lossless only while the draft's choice is independent of the noise that accepts it or draws its
 replacement (arXiv 2211.17192, appendix A.1). So drafting never touches the host's generators: every draw has a stream of
-its own, named by (seed, request, position, use).
+its own, named by (seed, request, pass, draft, use).
+
+Why by the pass, and not by the place in the request: block verification decides by drafts behind the one that it refuses. Were
+they drawn again from the same stream in the next pass, they would be known not to have been good enough, and so no longer
+follow their law (`tests/contract/test_noise_independence.py`).
 """
 
 from __future__ import annotations
@@ -42,10 +46,10 @@ class DraftNoise:
     def generator(self, row: int, draft: int = 0, use: str = "draft") -> np.random.Generator:
         """A fresh generator for draft number `draft` of a row; equal arguments give an equal stream in any batch.
 
-        A request with a seed draws from (seed, position) alone, so its drafts do not depend on its id or neighbours.
+        A request with a seed draws from its seed and where its pass begins, not from its id or neighbours.
         """
         owner = owner_of(self.requests[row], self.engine_seed)
-        name = f"{use}|{owner}|{int(self.positions[row]) + draft}".encode()
+        name = f"{use}|{owner}|{int(self.positions[row])}|{draft}".encode()
         key = int.from_bytes(blake2b(name, digest_size=16, person=b"specplugin-draft").digest(), "little")
         return np.random.Generator(np.random.Philox(key=key))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -205,3 +206,14 @@ class Verdict:
     """`[rows]`: how many drafts were verified."""
     request_ids: Sequence[str] = ()
     """`[rows]`, where a proposer observes it."""
+
+
+class Use(IntEnum):
+    """What a uniform number decides; each use has a stream of its own (see `scorers/uniforms.py`)."""
+
+    ACCEPT = 0
+    """Whether the draft at this position stands."""
+    RESIDUAL = 1
+    """What replaces a draft that was refused at this position."""
+    BONUS = 2
+    """What is drawn from the target's own distribution at this position."""

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_specplugin.scorers.base import Use
 from vllm_specplugin.scorers.one_hot import OneHotVerifier, walk
 
 
@@ -49,12 +50,15 @@ def test_no_drafts_at_all() -> None:
 
 
 def test_verify_samples_from_the_target_with_the_noise_given() -> None:
-    torch.manual_seed(0)
     rows, k, vocab = 20_000, 1, 4
     probs = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(rows, k + 1, vocab)
     drafts = torch.full((rows, k), 2)
-    verdict = OneHotVerifier().verify(probs, None, drafts, torch.full((rows,), k), torch.rand(rows, k + 1, vocab))
+    noise = torch.rand(rows, k + 1, len(Use), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    verdict = OneHotVerifier().verify(probs, None, drafts, torch.full((rows,), k), noise)
     first = torch.bincount(verdict.token_ids[:, 0], minlength=vocab) / rows
     # Four standard deviations of a frequency near 0.3 over 20,000 draws.
     assert (first - probs[0, 0]).abs().max() < 4 * (0.25 / rows) ** 0.5
     assert abs(verdict.accepted.float().mean() - 0.3) < 4 * (0.25 / rows) ** 0.5
+    # Each position's own number decides, and no other use's.
+    expected = torch.searchsorted(probs[0, 0].double().cumsum(0), noise[:, 0, Use.BONUS].contiguous(), right=True)
+    assert torch.equal(verdict.token_ids[:, 0], expected)

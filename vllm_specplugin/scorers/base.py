@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from vllm_specplugin.types import Verdict
+from vllm_specplugin.types import Use, Verdict
 
 if TYPE_CHECKING:
     import torch
-
-
-class Use(IntEnum):
-    """What a uniform number decides; each use has a stream of its own (see `scorers/uniforms.py`)."""
-
-    ACCEPT = 0
-    """Whether the draft at this position stands."""
-    RESIDUAL = 1
-    """What replaces a draft that was refused at this position."""
-    BONUS = 2
-    """What is drawn from the target's own distribution at this position."""
 
 
 class Verifier(ABC):

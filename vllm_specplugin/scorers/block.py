@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplugin.scorers.base import Use, Verifier
-from vllm_specplugin.scorers.drawing import Residual, at_drafts, conclude, within
-from vllm_specplugin.types import Verdict
+from vllm_specplugin.scorers.base import Verifier
+from vllm_specplugin.scorers.drawing import Residual, at_drafts, conclude, rows_where, within
+from vllm_specplugin.types import Use, Verdict
 
 
 class BlockVerifier(Verifier):
@@ -39,7 +39,7 @@ class BlockVerifier(Verifier):
         k = ids.shape[1]
         p = at_drafts(target_probs, ids)  # [rows, k]
         q = torch.ones_like(p) if draft_probs is None else at_drafts(draft_probs, ids)
-        ratio = torch.where(counts, p / q, 1.0)
+        ratio = p / q  # past the length it may be anything, and is not looked at
         r = torch.ones(len(ids), k + 1, dtype=torch.float64, device=p.device)  # r_0 to r_k
         for i in range(k):
             # Cut at 1 in each step, so that a likely draft cannot make up for what comes after it.
@@ -50,10 +50,12 @@ class BlockVerifier(Verifier):
         accepted = (may_stand & is_last).sum(dim=1) * lengths  # [rows]
         may_stand &= ~is_last
         for i in reversed(range(1, k)):
-            row = (may_stand[:, i - 1] & (accepted == 0)).nonzero().squeeze(1)
+            open_still = may_stand[:, i - 1] & (accepted == 0)
+            row = rows_where(open_still)
             if len(row) > 0:
                 h = _chance(row, i, r[row, i], target_probs, draft_probs, p)
-                accepted[row] = (uniforms[row, i - 1, Use.ACCEPT] < h) * i
+                stands = open_still[row] & (uniforms[row, i - 1, Use.ACCEPT] < h)
+                accepted[row] = torch.where(stands, i, accepted[row])
         return conclude(accepted, target_probs, draft_probs, ids, lengths, uniforms, r.gather(1, accepted[:, None]).squeeze(1))
 
 

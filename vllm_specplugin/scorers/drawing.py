@@ -11,13 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_specplugin.scorers.base import Use
-from vllm_specplugin.types import Verdict
+from vllm_specplugin.types import Use, Verdict
 
 BLOCK = 1024
 """Tokens per block of the two-level search."""
-PIECE_ON_CPU, PIECE = 1 << 17, 1 << 24
-"""Weights held at a time: on a CPU what two of fit into a core's cache, elsewhere enough to make a kernel worth its launch."""
+PIECE_ON_CPU, PIECE = 1 << 18, 1 << 24
+"""Weights held at a time: on a CPU two pieces stay in the cache (2 MiB), elsewhere they make a kernel worth its launch."""
 BELOW_ONE = 1.0 - 2.0**-53
 """The largest number below 1; a positive float64 times this is the next smaller one or the one after that."""
 
@@ -180,6 +179,17 @@ def within(draft_ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor
     return draft_ids.long().masked_fill(~counts, 0), counts
 
 
+def rows_where(mask: torch.Tensor) -> torch.Tensor:
+    """The rows that need some work, at least those where `mask` `[rows]` holds.
+
+    On an accelerator it is all of them: to know how many there are, the host would have to wait for the device, which
+    costs more than work whose results are not used. So callers look at the mask again when they put results in place.
+    """
+    if mask.device.type == "cpu":
+        return mask.nonzero().squeeze(1)
+    return torch.arange(len(mask), device=mask.device)
+
+
 def conclude(
     accepted: torch.Tensor,
     target_probs: torch.Tensor,
@@ -200,11 +210,12 @@ def conclude(
         uniforms: `[rows, k + 1, 3]`.
         scale: `[rows]`, what p is multiplied with in the residual; 1 where None.
     """
+    k = draft_ids.shape[1]
     token = torch.zeros_like(accepted)
     refused = accepted < lengths  # [rows]
-    row = refused.nonzero().squeeze(1)  # [refused]
-    if len(row) > 0:
-        position = accepted[row]
+    row = rows_where(refused)
+    if len(row) > 0 and k > 0:
+        position = accepted[row].clamp(max=k - 1)
         refused_id = draft_ids[row, position]
         if draft_probs is None:  # scale p - 1 is negative at the draft, and a scale elsewhere changes nothing
             weights = Residual(target_probs, row, position, left_out=refused_id)
@@ -213,10 +224,11 @@ def conclude(
         drawn, total = draw(weights, uniforms[row, position, Use.RESIDUAL])
         # Without mass the draft was refused with a chance of rounding only (p = q but for the last bits): it is as good.
         token[row] = torch.where(total > 0, drawn, refused_id)
-    row = (~refused).nonzero().squeeze(1)  # [not refused]
+    row = rows_where(~refused)
     if len(row) > 0:
         position = accepted[row]
-        token[row], _ = draw(Residual(target_probs, row, position), uniforms[row, position, Use.BONUS])
+        drawn, _ = draw(Residual(target_probs, row, position), uniforms[row, position, Use.BONUS])
+        token[row] = torch.where(refused[row], token[row], drawn)
     return verdict(accepted, draft_ids, token, lengths)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
-from vllm_specplugin.scorers.base import Use
 from vllm_specplugin.scorers.typical import DELTA, EPSILON
+from vllm_specplugin.types import Use
 
 Number = Any
 """`Fraction` or `float`."""

@@ -15,7 +15,10 @@ from vllm_specplugin.types import Verdict
 
 
 class OneHotVerifier(SampleVerifier):
-    """Lossless for any draft that does not depend on the target's noise."""
+    """Draw from the target as plain decoding does, and go on while the draft says the same: lossless for any draft.
+
+    The output is what was drawn, whatever was drafted, so long as its length is decided without looking at the target's noise.
+    """
 
     lossless = True
     needs_probabilities = False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplugin.scorers.base import Use, Verifier
+from vllm_specplugin.scorers.base import Verifier
 from vllm_specplugin.scorers.drawing import at_drafts, conclude, within
-from vllm_specplugin.types import Verdict
+from vllm_specplugin.types import Use, Verdict
 
 
 class TokenVerifier(Verifier):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplugin.scorers.base import Use, Verifier
-from vllm_specplugin.scorers.drawing import Residual, at_drafts, draw, verdict, within
-from vllm_specplugin.types import Verdict
+from vllm_specplugin.scorers.base import Verifier
+from vllm_specplugin.scorers.drawing import Residual, at_drafts, draw, rows_where, verdict, within
+from vllm_specplugin.types import Use, Verdict
 
 EPSILON = 0.09
 """A draft that is likelier than this is always accepted; Medusa's own default."""
@@ -39,9 +39,11 @@ class TypicalVerifier(Verifier):
         accepted = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
         for i in range(k):
             # The entropy costs a pass over the vocabulary; only these may owe it their place.
-            row = (counts[:, i] & ~stands[:, i] & (accepted == i)).nonzero().squeeze(1)
+            undecided = counts[:, i] & ~stands[:, i] & (accepted == i)
+            row = rows_where(undecided)
             if len(row) > 0:
-                stands[row, i] = p[row, i] > DELTA * torch.exp(-_entropy(target_probs, row, i))
+                typical = p[row, i] > DELTA * torch.exp(-_entropy(target_probs, row, i))
+                stands[row, i] |= undecided[row] & typical
             accepted += stands[:, i] & (accepted == i)
         use = torch.where(accepted < lengths, Use.RESIDUAL, torch.full_like(accepted, Use.BONUS))
         row = torch.arange(len(ids), device=ids.device)
@@ -50,6 +52,10 @@ class TypicalVerifier(Verifier):
 
 
 def _entropy(target_probs: torch.Tensor, row: torch.Tensor, position: int) -> torch.Tensor:
-    """`[draws]` float64, in nats: of one position in some rows."""
-    weights = Residual(target_probs, row, torch.full_like(row, position))
-    return sum(torch.special.entr(piece).sum(dim=1, dtype=torch.float64) for piece in weights.pieces())
+    """`[draws]`, in nats: the entropy of one position in some rows."""
+    nats = torch.zeros(len(row), dtype=torch.float64, device=row.device)
+    tiny = torch.finfo(target_probs.dtype).tiny
+    for piece in Residual(target_probs, row, torch.full_like(row, position)).pieces():
+        # Not torch.special.entr, which takes more than twice as long on a CPU.
+        nats -= piece.clamp(min=tiny).log_().mul_(piece).sum(dim=1)
+    return nats

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import torch
 
-from vllm_specplugin.scorers.base import Use
+from vllm_specplugin.types import Use
 
 _GAMMA = -0x61C8864680B583EB  # 0x9e3779b97f4a7c15 as a signed number: PyTorch multiplies int64, and wraps as unsigned would
 _FIRST = -0x40A7B892E31B1A47  # 0xbf58476d1ce4e5b9
@@ -42,17 +42,17 @@ def uniforms(keys: torch.Tensor, passes: torch.Tensor, k: int) -> torch.Tensor:
     of_pass = _mix(_mix(keys) + passes)  # [rows]
     # Two small numbers in one part of the key: positions are below 2^32.
     bits = _mix(of_pass[:, None, None] + (position[:, None] << 8) + use + 1)
-    return _shifted(bits, 11).double() * 2.0**-53
+    return _shifted(bits, 11).double().mul_(2.0**-53)
 
 
 def _mix(value: torch.Tensor) -> torch.Tensor:
     """The `value`-th number that splitmix64 gives from the seed 0."""
-    value = value * _GAMMA
-    value = (value ^ _shifted(value, 30)) * _FIRST
-    value = (value ^ _shifted(value, 27)) * _SECOND
-    return value ^ _shifted(value, 31)
+    value = value * _GAMMA  # a new tensor, so that the rest can be done in place
+    value.bitwise_xor_(_shifted(value, 30)).mul_(_FIRST)
+    value.bitwise_xor_(_shifted(value, 27)).mul_(_SECOND)
+    return value.bitwise_xor_(_shifted(value, 31))
 
 
 def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
     """A logical shift to the right (PyTorch's keeps the sign)."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
