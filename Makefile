@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES := vllm_specplugin tests benchmarks examples scripts setup.py
 
-.PHONY: setup demo test test-unit lint format bench check-seams clean
+.PHONY: setup demo test test-unit validate-long lint format bench check-seams clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,9 @@ test: setup
 test-unit: setup
 	$(BIN)/python -m pytest tests/unit tests/contract $(ARGS)
 
+validate-long: setup
+	SPECPLUGIN_LONG=1 $(BIN)/python -m pytest tests/engine/test_validate.py -k million $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -33,6 +36,7 @@ format: setup
 
 bench: setup
 	$(BIN)/python benchmarks/ngram.py --markdown docs/benchmarks/ngram.md $(ARGS)
+	$(BIN)/python benchmarks/verification.py --quick
 
 check-seams: setup
 	$(BIN)/python scripts/check_seams.py $(ARGS)

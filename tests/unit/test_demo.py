@@ -25,9 +25,9 @@ from vllm_specplugin.demo.measure import (
     margin_changes,
     summed,
 )
-from vllm_specplugin.demo.process import EngineProcess, engine_environment, preload_libraries
 from vllm_specplugin.demo.progress import progress_bars
 from vllm_specplugin.demo.prompts import CHAT, CODE, DOCUMENT, USER_KIND, demo_prompts, load_prompts
+from vllm_specplugin.engine_process import EngineProcess, engine_environment, preload_libraries
 from vllm_specplugin.errors import SpecPluginError
 
 
@@ -357,7 +357,7 @@ def test_what_the_user_preloads_stays_and_is_not_doubled(monkeypatch: pytest.Mon
 
 def test_an_engine_that_dies_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    engine = EngineProcess("plain", {"model": "m"}, tmp_path / "plain.log")
+    engine = EngineProcess("plain", "any.module", {"model": "m"}, tmp_path / "plain.log")
     with pytest.raises(SpecPluginError, match=r"the plain engine failed \(start\): its process ended with 1; log: .*plain\.log"):
         engine.wait()
     engine.close()

@@ -109,6 +109,40 @@ def doctor(
 
 
 @app.command()
+def validate(
+    model: Annotated[str, typer.Argument(help="The target model, as `vllm serve` takes it.", show_default=False)],
+    speculative_config: Annotated[
+        str | None,
+        typer.Option("--speculative-config", "-sc", metavar="JSON", help="As `vllm serve` takes it: the plugin's or vLLM's own."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Your own prompts, one per line, or JSON lines (.jsonl).")
+    ] = None,
+    sampling_params: Annotated[
+        str | None, typer.Option(metavar="JSON", help='Of the sampled requests, e.g. {"temperature": 0.7, "top_p": 0.9}.')
+    ] = None,
+    engine_args: Annotated[str | None, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="How many tokens to test.")] = 100_000,
+    alpha: Annotated[float, typer.Option(help="The chance that a lossless engine is called biased.")] = 1e-3,
+    bias: Annotated[float, typer.Option(help="The share of probability that must not go astray unseen.")] = 0.01,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the run; another one draws other samples.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report and the state.")] = Path("specplugin-validate"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Drop what the folder holds instead of going on with it.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
+) -> None:
+    """Test on the real engine whether speculation changes the answers of this model; Ctrl-C keeps what was measured.
+
+    The exit code is 0 for LOSSLESS, 1 for BIASED, 2 for INCONCLUSIVE and for errors.
+    """
+    from vllm_specplugin.cli.validate import validate_command
+
+    code = validate_command(
+        model, speculative_config, prompts, sampling_params, engine_args, tokens, alpha, bias, seed, out, fresh, json
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def demo(
     model: Annotated[
         str | None,

@@ -1,19 +1,17 @@
-"""One engine of the demo, in a process of its own: reads requests as JSON lines, answers each with one JSON line.
+"""One engine of the demo, in a process of its own.
 
-The only file of the demo that imports vLLM. A process per engine, because vLLM gives back neither its memory nor its global
-state when an engine ends. The engine core runs inside this process, so that what is timed is the engine and not the wires
-between its processes, and so that an idle engine leaves the cores to the other one.
+The only file of the demo that imports vLLM. The engine core runs inside this process, so that what is timed is the engine and
+not the wires between its processes, and so that an idle engine leaves the cores to the other one.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
+
+from vllm_specplugin.engine_process import serve_engine
 
 SLACK = 32  # room in the context beyond the longest request, for drafts past its end
 TOP = 20  # log-probabilities per position; vLLM's default limit
@@ -159,32 +157,5 @@ def plain_logprobs(entry: Mapping[int, Any]) -> dict[int, float]:
     return {token: value.logprob for token, value in entry.items()}
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer JSON lines until the input ends: the first is the settings, each other one names a method and its arguments."""
-
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    try:
-        engine = Engine(json.loads(requests.readline()))
-        answer(engine.facts())
-        for line in requests:
-            request = json.loads(line)
-            answer(getattr(engine, request.pop("do"))(**request))
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()  # to the log file, which the parent names
-        answer({"error": f"{type(error).__name__}: {error}"})
-
-
-def main() -> None:
-    """Keep the real stdout for the answers, and send whatever else is printed to stderr, which the parent logs to a file."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
-        serve(sys.stdin, answers)
-
-
 if __name__ == "__main__":
-    main()
+    serve_engine(Engine)

@@ -32,13 +32,14 @@ from vllm_specplugin.demo.measure import (
     margin_between,
     margin_changes,
 )
-from vllm_specplugin.demo.process import EngineProcess
 from vllm_specplugin.demo.progress import progress_bars
 from vllm_specplugin.demo.prompts import Prompt, demo_prompts
+from vllm_specplugin.engine_process import EngineProcess
 from vllm_specplugin.errors import SpecPluginError
 
 DEFAULT_CONFIG: dict[str, Any] = {"proposer": "ngram", "num_speculative_tokens": 5}
 DEFAULT_MAX_TOKENS = 80
+ENGINE = "vllm_specplugin.demo.engine"  # what an engine process runs
 SLICE = 8  # tokens per turn: about half a second on two cores
 WARM_UP_TOKENS = 12  # per kind: enough to compile what is compiled on first use, and to sample the noise
 
@@ -70,7 +71,7 @@ def run_demo(
     failed = False
     try:
         for title, config in (("plain", None), ("speculative", dict(speculative_config))):
-            engines.append(EngineProcess(title, {**settings, "speculative_config": config}, logs / f"{title}.log"))
+            engines.append(EngineProcess(title, ENGINE, {**settings, "speculative_config": config}, logs / f"{title}.log"))
         return _run(
             engines[0], engines[1], DemoResult(str(model), dict(speculative_config), max_tokens, repeat), chosen, progress
         )

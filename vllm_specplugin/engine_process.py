@@ -1,4 +1,8 @@
-"""The parent's side of an engine process: its environment, its start, its answers, its end."""
+"""An engine in a process of its own, and the JSON lines between it and its parent.
+
+A process per engine, because vLLM gives back neither its memory nor its global state when an engine ends. The parent's side
+is `EngineProcess`; the child's is a module that ends in `serve_engine(make)`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,20 @@ import glob
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, Protocol, TextIO, cast
 
 from vllm_specplugin.errors import SpecPluginError
 
 SYSTEM_LIBRARIES = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib")
 REASON_LENGTH = 400  # of an engine's error that is shown; the log has all of it
+
+
+# -- the parent's side -------------------------------------------------------------------------------------
 
 
 def preload_libraries(loaded: Sequence[str]) -> list[str]:
@@ -37,7 +45,7 @@ def preload_libraries(loaded: Sequence[str]) -> list[str]:
 def engine_environment(model: str) -> dict[str, str]:
     """The environment of an engine process. What the user has set stays as it is."""
     wanted = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # see engine.py
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in the engine's own process: nothing is between it and who measures
         "KMP_BLOCKTIME": "5",  # ms; by default an idle engine's threads spin for 200 ms on the cores of the other
         "KMP_TPAUSE": "0",  # as vLLM sets it for its own workers
         "TOKENIZERS_PARALLELISM": "false",
@@ -53,14 +61,15 @@ def engine_environment(model: str) -> dict[str, str]:
 
 
 class EngineProcess:
-    """A running `demo.engine` process: made, it loads; `wait` for that, `call` its methods, `close` it."""
+    """A running engine process: made, it loads; `wait` for that, `call` its methods, `close` it."""
 
-    def __init__(self, title: str, settings: Mapping[str, Any], log: Path) -> None:
+    def __init__(self, title: str, module: str, settings: Mapping[str, Any], log: Path) -> None:
+        """Start `python -m module`. `settings` are its engine's, "model" among them; `log` takes all that it prints."""
         self.title = title  # how errors call it: "plain", "speculative"
         self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_specplugin.demo.engine"],
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -82,8 +91,9 @@ class EngineProcess:
         return self._receive(method)
 
     def close(self) -> None:
-        """End the process. Killed rather than asked: it holds nothing that needs saving."""
-        self.process.kill()
+        """End the process and those that it started. Killed rather than asked: they hold nothing that needs saving."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its session is its own
         self.process.communicate()
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -98,3 +108,41 @@ class EngineProcess:
             reason = " ".join(answer["error"].split())[:REASON_LENGTH]  # vLLM's errors span several lines
             raise SpecPluginError(f"the {self.title} engine failed ({doing}): {reason}; log: {self.log}")
         return answer
+
+
+# -- the child's side --------------------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """What the child serves: each further method is called by name with the arguments that the parent sent."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the parent is told once the engine has loaded."""
+        ...
+
+
+def serve(make: Callable[[dict[str, Any]], Engine], requests: TextIO, answers: TextIO) -> None:
+    """Answer JSON lines until the input ends: the first is the settings, each other one names a method and its arguments."""
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    try:
+        engine = make(json.loads(requests.readline()))
+        answer(engine.facts())
+        for line in requests:
+            request = json.loads(line)
+            answer(getattr(engine, request.pop("do"))(**request))
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()  # to the log file, which the parent names
+        answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def serve_engine(make: Callable[[dict[str, Any]], Engine]) -> None:
+    """The child's main: the real stdout is kept for answers, and whatever else is printed goes to stderr, the parent's log."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        serve(make, sys.stdin, answers)
