@@ -130,6 +130,28 @@ def outputs_of_worker(worker: Any) -> dict[str, list[int]]:
     return {request_id.partition("-")[0]: list(state.output_token_ids) for request_id, state in requests.items()}
 
 
+def until_it_repeats_itself(
+    llm: Any, prompts: list[list[int]], params: list[dict[str, Any]], detection: dict[str, int]
+) -> list[tuple[tuple[int, ...], str | None, Any]]:
+    """Tokens, finish reason and stop reason with `repetition_detection`, which has a type of its own."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    asked = [SamplingParams(**each, repetition_detection=RepetitionDetectionParams(**detection)) for each in params]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    completions = [output.outputs[0] for output in llm.generate(inputs, asked, use_tqdm=False)]
+    return [(tuple(each.token_ids), each.finish_reason, each.stop_reason) for each in completions]
+
+
+def scores_of_prompt(llm: Any, prompt: list[int], params: dict[str, Any]) -> list[list[float]]:
+    """What comes of `prompt_logprob_token_ids`."""
+    from vllm import SamplingParams
+
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(**params), use_tqdm=False)
+    scores: list[list[float]] = output.prompt_token_id_logprobs.tolist()
+    return scores
+
+
 def step_once(llm: Any) -> list[str]:
     """One engine step with whatever is running; the ids of the requests that finished."""
     return [output.request_id for output in llm.llm_engine.step() if output.finished]

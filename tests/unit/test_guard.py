@@ -143,6 +143,109 @@ def test_a_row_with_bad_probabilities_is_verified_without_them(bad: float) -> No
     assert guard.faults == {Fault.BAD_PROBABILITIES: 1}
 
 
+def evenly(rows: int = 2, k: int = 4) -> torch.Tensor:
+    return torch.full((rows, k, VOCAB), 1 / VOCAB)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_draft_that_its_law_rules_out(place: int) -> None:
+    """It cannot have been drawn from there; beyond a row's drafts anything may stand."""
+    law = evenly()
+    law[1, place, 7] = 0.0
+    law[1, place, 8] = 2 / VOCAB
+    law[1, 3] = float("nan")
+    guard, _ = guard_of(lambda _: Drafts([[5], [7, 7, 7]], probabilities=law))
+    checked = guard.propose(two_rows())
+    assert checked.rows() == [[5], [7, 7, 7]]
+    assert checked.unreliable == ({1} if place < 3 else set())
+    assert guard.faults == ({Fault.BAD_PROBABILITIES: 1} if place < 3 else {})
+
+
+@pytest.mark.parametrize(
+    ("total", "reliable"), [(1.0, True), (0.995, True), (1.015, True), (0.97, False), (1.03, False), (0.5, False), (0.0, False)]
+)
+def test_probabilities_are_brought_to_one_where_they_miss_it_by_rounding(total: float, reliable: bool) -> None:
+    law = torch.rand(2, 4, VOCAB, generator=torch.Generator().manual_seed(2))
+    law /= law.sum(-1, keepdim=True)
+    guard, _ = guard_of(lambda _: Drafts([[5, 6], [7]], probabilities=law * total))
+    checked = guard.propose(two_rows())
+    assert checked.unreliable == (set() if reliable else {0, 1})
+    assert checked.probabilities is not None
+    if reliable:
+        torch.testing.assert_close(checked.probabilities, law)
+        # float32's last bits
+        assert (checked.probabilities.double().sum(-1) - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_probabilities_of_other_types(dtype: torch.dtype) -> None:
+    """What was drawn from weights of a narrow type was drawn from these over their sum, rounded as they are."""
+    law = (3 * torch.randn(2, 4, VOCAB, generator=torch.Generator().manual_seed(3))).softmax(-1).to(dtype)
+    guard, _ = guard_of(lambda _: Drafts([[5, 6], [7]], probabilities=law))
+    checked = guard.propose(two_rows())
+    assert checked.probabilities is not None
+    assert checked.probabilities.dtype == torch.float32
+    torch.testing.assert_close(checked.probabilities.double(), law.double() / law.double().sum(-1, keepdim=True))
+    assert not guard.faults
+
+
+def test_right_probabilities_are_handed_on_as_they_are() -> None:
+    law = evenly()
+    guard, _ = guard_of(lambda _: Drafts([[5, 6], [7]], probabilities=law))
+    checked = guard.propose(two_rows())
+    assert checked.probabilities is not None
+    assert torch.equal(checked.probabilities, law)
+    assert checked.unreliable == set()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, VOCAB - 1), (2, 3, VOCAB), (1, 4, VOCAB), (2, 4)], ids=str)
+def test_probabilities_of_a_wrong_shape(shape: tuple[int, ...]) -> None:
+    guard, _ = guard_of(lambda _: Drafts([[5], [6]], probabilities=torch.full(shape, 1 / VOCAB)))
+    assert guard.propose(two_rows()).rows() == [[], []]
+    assert guard.faults == {Fault.BAD_SHAPE: 1}
+
+
+def test_a_row_that_is_cut_by_what_was_drawn_loses_its_law() -> None:
+    """What is left of it was drawn under a condition that its law does not know of."""
+    guard, _ = guard_of(lambda _: Drafts([[5, VOCAB], [6, 7]], probabilities=evenly()))
+    checked = guard.propose(two_rows())
+    assert checked.rows() == [[5], [6, 7]]
+    assert checked.unreliable == {0}
+
+
+def test_rows_cut_at_their_limit_keep_their_law() -> None:
+    guard, _ = guard_of(lambda _: Drafts([[5, 6, 7], [6, 7]], probabilities=evenly()))
+    checked = guard.propose(two_rows(limits=[1, 2]))
+    assert checked.rows() == [[5], [6, 7]]
+    assert checked.unreliable == set()
+
+
+def test_probabilities_find_their_rows_where_others_decode_plainly() -> None:
+    """Three requests, of which the first came to grief earlier: the laws of the others lie at their places."""
+    laws = torch.rand(3, 4, VOCAB, generator=torch.Generator().manual_seed(4)).softmax(-1)
+    of = {"a": 0, "b": 1, "c": 2}
+
+    def answer(step: Step) -> Drafts:
+        if "a" in step.request_ids:
+            raise RuntimeError("boom")
+        given = laws[[of[name] for name in step.request_ids]].clone()
+        if step.num_rows == 2:
+            given[1, 0] = float("nan")
+        return Drafts([[5]] * step.num_rows, probabilities=given)
+
+    guard, _ = guard_of(answer)
+    three = {"a": [1, 2], "b": [3, 4], "c": [5, 6]}
+    found = guard.propose(step(three))
+    assert found.rows() == [[], [5], [5]]
+    assert found.probabilities is None
+    assert found.unreliable == {1, 2}  # asked one by one; drawn by chance all the same
+    checked = guard.propose(step(three))
+    assert checked.rows() == [[], [5], [5]]
+    assert checked.probabilities is not None
+    torch.testing.assert_close(checked.probabilities[1], laws[1])
+    assert checked.unreliable == {2}
+
+
 def test_logits_become_probabilities() -> None:
     logits = torch.randn(2, 4, VOCAB)
     guard, _ = guard_of(lambda _: Drafts([[5], [6]], logits=logits))

@@ -51,7 +51,8 @@ class Judge:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.verifier = runtime.verifier
-        self._shared = runtime.host.tensor_parallel_size > 1 and not isinstance(self.verifier, SampleVerifier)
+        self.shared = runtime.host.tensor_parallel_size > 1 and not isinstance(self.verifier, SampleVerifier)
+        """Other tensor-parallel ranks verify the same drafts, and might judge where this one walks."""
 
     def choose(self, requests: Sequence[Request], num_drafts: NDArray[np.integer], device: torch.device) -> Judged | None:
         """The requests of a step that are judged, None where all are walked; `requests` and `num_drafts` are `[requests]`."""
@@ -122,7 +123,7 @@ class Judge:
 
         What a rank's proposer gave may be missing on another (it was late there, say); the tokens must not differ.
         """
-        if not self._shared:
+        if not self.shared:
             return counts, token_ids
         packed = torch.cat([counts[:, None].long(), token_ids.long()], dim=1)
         packed = get_tp_group().broadcast(packed, src=0)

@@ -168,7 +168,9 @@ class _FinalDraw(torch.nn.Module):
         every_row = step.judged.every and len(probs) == step.row_at.numel()
         target_probs = probs.view(*step.row_at.shape, -1) if every_row else probs[step.row_at]
         step.verdict = self.judge.verify(step.judged, target_probs, step.draft_ids, step.lengths, step.known)
-        if step.judged.every and self.stock.logprobs_mode not in ("processed_logits", "processed_logprobs"):
+        # A rank that walks (its proposer was late, say) draws from the noise that all ranks have in common; so must the others.
+        nobody_looks = self.stock.logprobs_mode not in ("processed_logits", "processed_logprobs") and not self.judge.shared
+        if step.judged.every and nobody_looks:
             tokens, processed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device), None
         else:
             tokens, processed = self.stock(logits, generators, None, None)  # what they keep is applied

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
@@ -39,6 +41,10 @@ class Verification(RejectionSampler):
         """By slot, of this step."""
         self._num_drafts: dict[int, int] = {}
         """By slot, of this step: how many rows beyond its first a request has."""
+        self._most_token_ids = 0
+        """The longest `logprob_token_ids` of this step's requests."""
+        self._slot_of_row = draft_lengths
+        """`[rows]`, of the part of the batch that was verified last."""
 
     def __call__(
         self,
@@ -54,7 +60,35 @@ class Verification(RejectionSampler):
         request = self.runtime.request
         self._requests = {slot: request(name, None) for slot, name in zip(slots, input_batch.req_ids, strict=True)}
         self._num_drafts = dict(zip(slots, (np.diff(input_batch.cu_num_logits_np) - 1).tolist(), strict=True))
+        self._most_token_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np)
         return super().__call__(logits, input_batch, draft_logits, invalid)
+
+    def _get_logprobs_tensors(
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        cu_num_logits_np: NDArray[np.int32],
+        max_num_logprobs: int,
+    ) -> Any:
+        """As in stock, and with the tokens of `logprob_token_ids`, which stock leaves out where it verifies drafts."""
+        if self._most_token_ids == 0:
+            return super()._get_logprobs_tensors(sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs)
+        position = torch.arange(sampled.shape[1], device=sampled.device)
+        emitted = position < num_sampled[:, None]  # [requests, k + 1]
+        row_at = cu_num_logits[:-1, None].long() + position
+        token_of_row = sampled.new_zeros(len(logits)).index_put((row_at[emitted],), sampled[emitted])
+        return compute_topk_scores(
+            logits,
+            0 if max_num_logprobs == NO_LOGPROBS else max_num_logprobs,
+            token_of_row,
+            cu_num_logits_np.tolist(),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=self._slot_of_row,
+            max_per_req_token_ids=self._most_token_ids,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
 
     def _verify(
         self,
@@ -81,6 +115,7 @@ class Verification(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
+        self._slot_of_row = expanded_idx_mapping
         slots = idx_mapping_np.tolist()
         requests = [self._requests[slot] for slot in slots]
         num_drafts = np.array([self._num_drafts[slot] for slot in slots], dtype=np.int64)

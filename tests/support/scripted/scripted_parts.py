@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from vllm_specplugin import Capabilities, Drafts, Proposer, SampleVerifier, Step, Verdict
+from vllm_specplugin import Capabilities, Drafts, Proposer, SampleVerifier, Step, Verdict, Verifier
 
-SEEN: dict[str, Any] = {"steps": 0, "drafted": 0, "forgotten": [], "verdicts": [], "rows": [], "hidden": [], "aux": []}
+SEEN: dict[str, Any] = {}
 """What happened, for tests to look at inside the engine's process."""
 
 WRONG_PLACES = {1, 3, 6, 10, 15}
@@ -26,7 +26,10 @@ WRONG_PLACES = {1, 3, 6, 10, 15}
 
 
 def reset() -> None:
-    SEEN.update(steps=0, drafted=0, forgotten=[], verdicts=[], rows=[], hidden=[], aux=[])
+    SEEN.update(steps=0, drafted=0, forgotten=[], verdicts=[], rows=[], hidden=[], aux=[], judged=[])
+
+
+reset()
 
 
 class ScriptedProposer(Proposer):
@@ -130,44 +133,127 @@ class AuxiliaryStateProbe(HiddenStateProbe):
 class SampledProposer(ScriptedProposer):
     """Draws its drafts by chance, from laws that each request's script names, and returns these laws.
 
-    {"mode": "sampled", "sharpness": s}: a law depends on the token before it alone (see `law_after`). Requests in other modes
-    draft as the script says, with one-hot rows where another request of the step samples.
+    {"mode": "sampled", "sharpness": s}: a law depends on the token before it alone (see `law_after`). With "trust": t, "tokens"
+    and "prompt" as for `oracle` it puts so much weight on what the oracle would say. A "flaw" spoils what is returned.
+    Requests in other modes draft as the script says, with one-hot rows where another request of the step samples.
     """
 
     capabilities = Capabilities(tokens="host", probabilities=True)
 
     def propose(self, step: Step) -> Drafts:
-        modes = [(request.extra.get("script") or {}).get("mode") for request in step.requests]
-        if "sampled" not in modes:
+        scripts = [request.extra.get("script") or {} for request in step.requests]
+        flaws = {script.get("flaw") for script in scripts}
+        on_another_rank = "other_rank" in flaws and self.host.tensor_parallel_rank > 0
+        if on_another_rank or not any(script.get("mode") == "sampled" for script in scripts):
             return super().propose(step)
         SEEN["steps"] += 1
-        vocab, k = self.host.vocab_size, step.k
-        probabilities = torch.zeros(len(modes), k, vocab)
+        dtype = next((getattr(torch, flaw) for flaw in ("bfloat16", "float16") if flaw in flaws), torch.float32)
+        probabilities = torch.zeros(len(scripts), step.k, self.host.vocab_size, dtype=dtype)
         rows: list[list[int]] = []
-        for row, mode in enumerate(modes):
-            drafts = self._row(step, row, mode) if mode != "sampled" else []
-            last = int(step.history.host(row)[-1])
-            for draft in range(int(step.limits[row]) if mode == "sampled" else len(drafts)):
-                if mode == "sampled":
-                    law = law_after(last, vocab, float(step.requests[row].extra["script"].get("sharpness", 1.0)))
-                    # A double-precision draw from exactly the float32 law that is returned.
-                    cumulative = law.double().cumsum(0)
-                    last = int(
-                        torch.searchsorted(cumulative, cumulative[-1] * step.noise.generator(row, draft).random(), right=True)
-                    )
-                    drafts.append(last)
-                    probabilities[row, draft] = law
-                else:
-                    probabilities[row, draft, drafts[draft]] = 1.0
-            rows.append(drafts)
+        for row, script in enumerate(scripts):
+            if script.get("mode") == "sampled":
+                rows.append(self._drawn(step, row, script, probabilities[row]))
+                spoil(probabilities[row], rows[-1], script.get("flaw"))
+            else:
+                rows.append(self._row(step, row, script.get("mode")))
+                for draft, token in enumerate(rows[-1]):
+                    probabilities[row, draft, token] = 1.0
         SEEN["drafted"] += sum(len(row) for row in rows)
-        return Drafts(rows, probabilities=probabilities)
+        return Drafts(rows, probabilities=probabilities[:, :, 1:] if "shape" in flaws else probabilities)
+
+    def _drawn(self, step: Step, row: int, script: dict[str, Any], laws: torch.Tensor) -> list[int]:
+        """Drafts drawn one after another, and in `laws` `[k, vocab]` what each was drawn from."""
+        vocab, trust = self.host.vocab_size, float(script.get("trust", 0.0))
+        hints = self._row(step, row, "oracle") if trust else []
+        last = int(step.history.host(row)[-1])
+        drafts: list[int] = []
+        for draft in range(int(step.limits[row])):
+            law = law_after(last, vocab, float(script.get("sharpness", 1.0)))
+            if draft < len(hints):
+                law = law * (1 - trust)
+                law[hints[draft]] += trust
+            laws[draft] = law
+            # A double-precision draw from exactly the law that is returned, whatever its type.
+            cumulative = laws[draft].double().cumsum(0)
+            point = cumulative[-1] * step.noise.generator(row, draft).random()
+            last = int(torch.searchsorted(cumulative, point, right=True))
+            drafts.append(last)
+        return drafts
+
+
+def spoil(laws: torch.Tensor, drafts: list[int], flaw: str | None) -> None:
+    """Change what one request's drafts are said to be drawn from: `laws` `[k, vocab]`, in place."""
+    if flaw == "nan":
+        laws[:, 0] = float("nan")
+    if flaw == "impossible":
+        laws[torch.arange(len(drafts)), drafts] = 0.0
+        laws /= laws.sum(dim=-1, keepdim=True).clamp(min=1e-9)
+    if flaw == "half":
+        laws *= 0.5
+    if flaw == "scaled":  # so little that it may be a narrow type's rounding
+        laws *= 0.995
 
 
 @functools.cache
 def law_after(token: int, vocab: int, sharpness: float) -> torch.Tensor:
     """`[vocab]` float32: what `sampled` draws from after a token."""
     return (sharpness * torch.randn(vocab, generator=torch.Generator().manual_seed(token))).softmax(-1)
+
+
+class Recording(Verifier):
+    """Keeps what it is asked, row by row, and stays on the drafts' path: what a pass emits is its drafts and nothing else.
+
+    With an oracle's drafts the output is then the oracle's, while every row that led there was judged.
+    """
+
+    lossless = False  # so that requests with a seed are judged, too
+    needs_probabilities = False
+
+    def verify(
+        self,
+        target_probs: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        draft_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> Verdict:
+        for row, length in enumerate(lengths.tolist()):
+            SEEN["judged"].append(
+                {
+                    "target_probs": target_probs[row, : length + 1].cpu().numpy().copy(),
+                    "draft_probs": None if draft_probs is None else draft_probs[row, :length].cpu().numpy().copy(),
+                    "draft_ids": draft_ids[row, :length].tolist(),
+                    "uniforms": uniforms[row, : length + 1].cpu().numpy().copy(),
+                }
+            )
+        # The last draft is emitted in the place of itself, since nothing is known of what an oracle would say after it.
+        accepted = (lengths - 1).clamp(min=0)
+        row_of = torch.arange(len(lengths), device=lengths.device)
+        last = torch.where(lengths > 0, draft_ids[row_of, accepted].long(), target_probs[:, 0].argmax(dim=-1))
+        position = torch.arange(draft_ids.shape[1] + 1, device=lengths.device)
+        token_ids = torch.cat([draft_ids.long(), last[:, None]], dim=1)
+        token_ids = torch.where(position == accepted[:, None], last[:, None], token_ids)
+        return Verdict(accepted, token_ids.masked_fill(position > accepted[:, None], -1), lengths)
+
+
+class WithOrWithout(Verifier):
+    """Somebody's own: lossless, and content with drafts that come without probabilities. It accepts none of them."""
+
+    lossless = True
+    needs_probabilities = False
+
+    def verify(
+        self,
+        target_probs: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        draft_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> Verdict:
+        ends = target_probs[:, 0].double().cumsum(dim=1)  # [rows, vocab]
+        token = torch.searchsorted(ends, uniforms[:, 0, :1] * ends[:, -1:], right=True)
+        padding = token.new_full(draft_ids.shape, -1)
+        return Verdict(torch.zeros_like(lengths), torch.cat([token, padding], dim=1), lengths)
 
 
 class RefuseAll(SampleVerifier):
