@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-JUDGED: list[tuple[str, int]] = []
+JUDGED: list[tuple[str, int, int]] = []
+"""Request id, how many of its tokens were known, and how many drafts it had; row by row."""
 CHUNKS: list[Any] = []
 """vLLM's own function, while it is replaced."""
 
@@ -90,7 +91,8 @@ def watch_the_judge(llm: Any) -> int:
     stock = type(judge).verify.__get__(judge)
 
     def verify(judged: Any, target_probs: Any, draft_ids: Any, lengths: Any, passes: Any) -> Any:
-        JUDGED.extend(zip([request.request_id for request in judged.requests], passes.tolist(), strict=True))
+        names = [request.request_id for request in judged.requests]
+        JUDGED.extend(zip(names, passes.tolist(), lengths.tolist(), strict=True))
         return stock(judged, target_probs, draft_ids, lengths, passes)
 
     judge.verify = verify
@@ -99,16 +101,16 @@ def watch_the_judge(llm: Any) -> int:
 
 
 def judged(llm: Any) -> list[tuple[str, int]]:
-    """Request id and number of known tokens, for each row that was judged since `watch_the_judge`."""
-    return list(JUDGED)
+    """Request id and number of known tokens, for each row with drafts that was judged since `watch_the_judge`."""
+    return [(name, known) for name, known, drafts in JUDGED if drafts]
 
 
 def judged_rows(llm: Any) -> list[dict[str, Any]]:
-    """The same with what the verifier `recording` was asked about each of them."""
+    """The same with what the verifier `recording` was asked about each of them; rows without drafts, too."""
     import scripted_parts
 
     pairs = zip(JUDGED, scripted_parts.SEEN["judged"], strict=True)
-    return [{"request": name, "known": known, **asked} for (name, known), asked in pairs]
+    return [{"request": name, "known": known, **asked} for (name, known, _), asked in pairs]
 
 
 def verify_in_chunks(llm: Any, rows: int | None) -> None:

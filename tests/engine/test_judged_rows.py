@@ -24,7 +24,7 @@ from tests.support.tiny import VOCAB_SIZE
 K = 5
 NUM_TOKENS = 12
 
-# fp32 sums in another order, as for LOGPROB_TOLERANCE; measured: at most 2e-6
+# fp32 sums in another order, as for LOGPROB_TOLERANCE; measured: at most 2e-7
 PROBABILITY_TOLERANCE = 1e-5
 # a smaller probability may come out as 0 on one side and not on the other: float32 ends at 1e-38, and logits of -100 make 1e-44
 TINIEST = 1e-30
@@ -106,20 +106,26 @@ def test_alone(recording: SideBySide, name: str) -> None:
     case.check()
 
 
-WALKED = {"greedy": GREEDY, "greedy_with_logprobs": GREEDY | {"logprobs": 2, "repetition_penalty": 1.3}}
+WALKED: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "greedy_with_logprobs": GREEDY | {"logprobs": 2, "repetition_penalty": 1.3},
+}
+
+
+UNDRAFTED: dict[str, dict[str, Any]] = {
+    "undrafted": SEEDED | {"min_p": 0.1},
+    # Without a seed, but top_k=1 leaves no choice, so that plain decoding's tokens are known.
+    "undrafted_and_free": {"temperature": 1.0, "top_k": 1, "ignore_eos": True},
+}
 
 
 def judge_a_batch(engines: SideBySide) -> dict[str, Case]:
     """All of them in one batch, drafted for from 1 to k tokens a pass, beside requests that are walked or not drafted for."""
     engines.open(K, plugin={"verifier": "recording"}, **OPEN)
-    names = [*NAMED, *WALKED, "undrafted"]
-    params = [
-        *map(asking, NAMED),
-        *(each | {"max_tokens": NUM_TOKENS} for each in WALKED.values()),
-        SEEDED | {"max_tokens": NUM_TOKENS, "min_p": 0.1},
-    ]
+    names = [*NAMED, *WALKED, *UNDRAFTED]
+    params = [*map(asking, NAMED), *({"max_tokens": NUM_TOKENS} | each for each in (WALKED | UNDRAFTED).values())]
     said: list[dict[str, Any]] = [{"max_draft_tokens": 1 + place % K} for place in range(len(names))]
-    said[-1] = {"enabled": False}
+    said[-len(UNDRAFTED) :] = [{"enabled": False} for _ in UNDRAFTED]
     # Not the prompt of one token: vLLM fills its first pass up with drafts when it joins others (see test_scheduling).
     prompts = [PROMPTS[1 + place % (len(PROMPTS) - 1)] for place in range(len(names))]
     return dict(zip(names, judge(engines, prompts, params, said), strict=True))
@@ -136,8 +142,14 @@ def test_in_a_batch(batch: dict[str, Case], name: str) -> None:
 
 
 def test_who_is_not_judged(batch: dict[str, Case]) -> None:
-    """Greedy requests are walked, one without drafts gets what plain decoding draws; `judge` has compared their tokens."""
+    """Greedy requests are walked, one without drafts is neither. (`judge` has compared their tokens.)"""
     assert {name for name, case in batch.items() if not case.rows} == {*WALKED, "undrafted"}
+
+
+def test_without_drafts(batch: dict[str, Case]) -> None:
+    """A request without a seed may be judged beside others though it has no drafts: by the row that it has."""
+    assert batch["undrafted_and_free"].rows
+    assert batch["undrafted_and_free"].wrong() == []
 
 
 @pytest.mark.parametrize("engines", ["v2"], indirect=True)
@@ -195,6 +207,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 """Drafts by chance, drafts without, rows that are not judged, and one whose probabilities are good for nothing, in one batch."""
 BY_CHANCE = (0, 4, 6)
+UNDRAFTED_KIND = 3
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +240,8 @@ def test_draft_probabilities(told: tuple[int, list[Result], list[dict[str, Any]]
             np.testing.assert_array_equal(row["draft_probs"], expected)
         elif row["draft_probs"] is not None:  # None: nobody in this step had any
             np.testing.assert_array_equal(row["draft_probs"], np.eye(VOCAB_SIZE, dtype=np.float32)[drafts])
-    assert judged == {0, 1, 4, 5, 6, 7}
+    assert judged >= {0, 1, 4, 5, 6, 7}
+    assert not any(row["draft_ids"] for row in rows if row["request"].startswith(f"{first + UNDRAFTED_KIND}-"))
     beside = [row["draft_probs"] is not None for row in rows if len(set(row["draft_ids"])) == 1]
     assert any(beside), "no row without probabilities was judged beside one with them"
 

@@ -197,7 +197,8 @@ def test_the_situation_does_not_matter(engines: SideBySide, undisturbed: list[Re
     counters = Counters.read(engines.drafting.metrics()).since(before)
     assert [result.token_ids for result in results] == [result.token_ids for result in known]
     assert counters.accepted > len(prompts) * LONG / 4
-    assert bool(engines.inside("judged")) == (verifier != "one_hot")
+    # The certain ones; by `one_hot` only on V1 on a CPU, where the host's noise is slow.
+    assert bool(engines.inside("judged")) == (verifier != "one_hot" or engines.runner == "v1")
     assert (counters.preemptions > 0) == (situation == "preempted")
     assert (counters.cache_hits > 0) == (situation == "cached")
 

@@ -71,6 +71,7 @@ def test_tensor_parallel(two_ranks: tuple[EngineWorker, list[Result]], flaw: str
     worker, known = two_ranks
     check(worker, known, flaw=flaw)
     hot = HOT | {"max_tokens": 4 * NUM_TOKENS}
+    worker.generate(BATCH[:2], hot | script("sampled", flaw=flaw))  # a batch of which one rank walks nobody
     said = {"without": script("empty"), "with": script("sampled", flaw=flaw)}
     for name, prompt in zip(said, BATCH, strict=False):
         worker.call("tests.engine.inside:add", name, prompt, hot | said[name])

@@ -7,7 +7,9 @@ draft knows nothing of the target's noise; judging accepts more of the drafts th
 * where it is greedy: its distribution is one-hot, and the host's own argmax decides;
 * where it has a seed and the verifier is lossless: it then gets plain decoding's tokens, in whatever batch and after
   whatever preemption. A judged token depends on where passes begin and end, and could not be repeated;
-* where no probabilities came with its drafts, if the verifier is about those; or such as nobody could rely on.
+* where no probabilities came with its drafts, if the verifier is about those; or such as nobody could rely on;
+* where the verifier is about samples (`one_hot`), unless that is the slower way to the same law: the host's sampler makes noise
+  for the whole vocabulary at every verified row, which on V1 on a CPU takes many times as long as one uniform number per row.
 """
 
 from __future__ import annotations
@@ -51,17 +53,20 @@ class Judge:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.verifier = runtime.verifier
+        self.samples = isinstance(self.verifier, SampleVerifier)
+        """The verifier decides by samples of the target, whoever draws them."""
+        self._own_samples = runtime.host.runner == "v1" and runtime.host.device.startswith("cpu")
         self.shared = runtime.host.tensor_parallel_size > 1 and not isinstance(self.verifier, SampleVerifier)
         """Other tensor-parallel ranks verify the same drafts, and might judge where this one walks."""
 
     def choose(self, requests: Sequence[Request], num_drafts: NDArray[np.integer], device: torch.device) -> Judged | None:
         """The requests of a step that are judged, None where all are walked; `requests` and `num_drafts` are `[requests]`."""
-        if isinstance(self.verifier, SampleVerifier):
-            return None
-        counted = enumerate(zip(requests, num_drafts.tolist(), strict=True))
-        places = [place for place, (request, drafts) in counted if drafts and self._judges(request)]
+        places = [place for place, request in enumerate(requests) if num_drafts[place] and self._judges(request)]
         if not places:
             return None
+        # Where there is a judge, requests without drafts may get their one token from it, too: fewer have to be walked.
+        undrafted = [place for place, request in enumerate(requests) if not num_drafts[place] and _is_free(request)]
+        places = sorted(places + undrafted)
         judged = [requests[place] for place in places]
         return Judged(judged, places, torch.tensor(places, device=device), every=len(places) == len(requests))
 
@@ -79,6 +84,8 @@ class Judge:
         verifier = self.verifier
         if request.temperature == 0 or (verifier.lossless and request.seed is not None):
             return False
+        if self.samples:
+            return self._own_samples and request.seed is None
         drafted = self.runtime.drafted
         if verifier.lossless and drafted.unknown(request.request_id):
             return False
@@ -97,7 +104,7 @@ class Judge:
             passes: `[judged]`, how many tokens of each were known before this pass.
         """
         k = draft_ids.shape[1]
-        draft_probs = self.runtime.drafted.stacked(judged.requests, draft_ids, lengths)
+        draft_probs = None if self.samples else self.runtime.drafted.stacked(judged.requests, draft_ids, lengths)
         keys = torch.tensor([self.runtime.noise_key(request) for request in judged.requests], device=lengths.device)
         return self.verifier.verify(target_probs, draft_probs, draft_ids, lengths, uniforms(keys, passes, k))
 
@@ -128,6 +135,11 @@ class Judge:
         packed = torch.cat([counts[:, None].long(), token_ids.long()], dim=1)
         packed = get_tp_group().broadcast(packed, src=0)
         return packed[:, 0].to(counts.dtype), packed[:, 1:].to(token_ids.dtype)
+
+
+def _is_free(request: Request) -> bool:
+    """Its tokens are drawn by chance, and nobody expects certain ones."""
+    return request.temperature > 0 and request.seed is None
 
 
 class Drafted:

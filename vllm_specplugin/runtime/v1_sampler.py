@@ -10,7 +10,7 @@ last step of sampling, drawing a token from the processed logits, is ours for re
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,9 @@ class Verification(torch.nn.Module):
         if judged is None:
             return None
         known = torch.from_numpy(batch.num_tokens_no_spec[: len(ids)].astype(np.int64)).to(layout.lengths.device)
-        return _JudgedStep(judged, layout, draft_ids, known)
+        # Of the others only those that are sampled need a draw: the host's sampler takes the likeliest token of greedy ones.
+        drawn = [place for place, request in enumerate(requests) if request.temperature > 0 and place not in judged.places]
+        return _JudgedStep(judged, layout, draft_ids, known, layout.rows_of(drawn))
 
     def _as_requests(self, layout: _Layout, metadata: SpecDecodeMetadata, requests: SamplingMetadata) -> SamplingMetadata:
         index = layout.request_of_row_on_device
@@ -136,13 +138,17 @@ class Verification(torch.nn.Module):
 class _JudgedStep:
     """What the final draw needs to know of a step with judged requests, and what comes of it."""
 
-    def __init__(self, judged: Judged, layout: _Layout, draft_ids: torch.Tensor, known: torch.Tensor) -> None:
+    def __init__(
+        self, judged: Judged, layout: _Layout, draft_ids: torch.Tensor, known: torch.Tensor, drawn_rows: NDArray[np.int64]
+    ) -> None:
         self.judged = judged
         self.lengths = layout.lengths[judged.rows]
         longest = int(layout.drafts[list(judged.places)].max())
         self.row_at = layout.row_at[judged.rows, : longest + 1]  # [judged, longest + 1]
         self.draft_ids = draft_ids[judged.rows, :longest]
         self.known = known[judged.rows]
+        self.drawn_rows = drawn_rows
+        """The rows of requests that are walked and sampled."""
         self.verdict: Verdict | None = None
 
 
@@ -169,14 +175,21 @@ class _FinalDraw(torch.nn.Module):
         target_probs = probs.view(*step.row_at.shape, -1) if every_row else probs[step.row_at]
         step.verdict = self.judge.verify(step.judged, target_probs, step.draft_ids, step.lengths, step.known)
         # A rank that walks (its proposer was late, say) draws from the noise that all ranks have in common; so must the others.
-        nobody_looks = self.stock.logprobs_mode not in ("processed_logits", "processed_logprobs") and not self.judge.shared
-        if step.judged.every and nobody_looks:
-            tokens, processed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device), None
-        else:
+        if self.judge.shared or self.stock.logprobs_mode in ("processed_logits", "processed_logprobs"):
             tokens, processed = self.stock(logits, generators, None, None)  # what they keep is applied
+        else:
+            tokens, processed = torch.zeros(len(logits), dtype=torch.int64, device=logits.device), None
+            if len(step.drawn_rows):
+                tokens[step.drawn_rows] = self._drawn(logits, generators, step.drawn_rows)
         emitted = step.verdict.token_ids >= 0
         tokens = tokens.long().index_put((step.row_at[emitted],), step.verdict.token_ids[emitted])
         return tokens, processed
+
+    def _drawn(self, logits: torch.Tensor, generators: dict[int, torch.Generator], rows: NDArray[np.int64]) -> torch.Tensor:
+        """The stock sampler's tokens for some of the rows, `[len(rows)]` int64."""
+        index = torch.from_numpy(rows).to(logits.device)
+        tokens, _ = self.stock(logits[index], _Renumbered(generators, rows.tolist()), None, None)
+        return tokens.long()
 
 
 class _Layout:
@@ -193,6 +206,10 @@ class _Layout:
         """`[requests, longest + 1]`: the row of a request's position, its last row where it has fewer."""
         self.request_of_row_on_device = torch.from_numpy(self.request_of_row).to(device)
         self.lengths = torch.from_numpy(drafts).to(device)
+
+    def rows_of(self, requests: Sequence[int]) -> NDArray[np.int64]:
+        """The rows of some requests."""
+        return np.flatnonzero(np.isin(self.request_of_row, requests))
 
     def pad_drafts(self, flat: torch.Tensor) -> torch.Tensor:
         """`[drafts in all]` to `[requests, longest]`; what lies past a request's drafts is not meant to be read."""
@@ -252,6 +269,20 @@ class _RowGenerators(dict[int, torch.Generator]):
                 )
                 return
             generator.set_state(state)
+
+
+class _Renumbered(dict[int, torch.Generator]):
+    """Generators by place among some of the rows, drawn from through the mapping by row, which keeps account of it."""
+
+    def __init__(self, generators: dict[int, torch.Generator], rows: list[int]) -> None:
+        place_of = {row: place for place, row in enumerate(rows)}
+        super().__init__({place_of[row]: generator for row, generator in dict.items(generators) if row in place_of})
+        self._generators, self._place_of = generators, place_of
+
+    def items(self) -> Iterator[tuple[int, torch.Generator]]:  # type: ignore[override]
+        for row, generator in self._generators.items():
+            if row in self._place_of:
+                yield self._place_of[row], generator
 
 
 class _RowProcessors:
