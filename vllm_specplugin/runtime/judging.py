@@ -56,11 +56,13 @@ class Judge:
         self.samples = isinstance(self.verifier, SampleVerifier)
         """The verifier decides by samples of the target, whoever draws them."""
         self._own_samples = runtime.host.runner == "v1" and runtime.host.device.startswith("cpu")
-        self.shared = runtime.host.tensor_parallel_size > 1 and not isinstance(self.verifier, SampleVerifier)
+        self.shared = runtime.host.tensor_parallel_size > 1 and not self.samples
         """Other tensor-parallel ranks verify the same drafts, and might judge where this one walks."""
 
     def choose(self, requests: Sequence[Request], num_drafts: NDArray[np.integer], device: torch.device) -> Judged | None:
         """The requests of a step that are judged, None where all are walked; `requests` and `num_drafts` are `[requests]`."""
+        if self.samples and not self._own_samples:  # as on V2 with `one_hot`: no step needs to be looked through
+            return None
         places = [place for place, request in enumerate(requests) if num_drafts[place] and self._judges(request)]
         if not places:
             return None
@@ -85,7 +87,7 @@ class Judge:
         if request.temperature == 0 or (verifier.lossless and request.seed is not None):
             return False
         if self.samples:
-            return self._own_samples and request.seed is None
+            return request.seed is None
         drafted = self.runtime.drafted
         if verifier.lossless and drafted.unknown(request.request_id):
             return False
@@ -140,6 +142,16 @@ class Judge:
 def _is_free(request: Request) -> bool:
     """Its tokens are drawn by chance, and nobody expects certain ones."""
     return request.temperature > 0 and request.seed is None
+
+
+def probabilities_at(logits: torch.Tensor, row_at: torch.Tensor, every: bool) -> torch.Tensor:
+    """`[judged, k + 1, vocab]` float32, from processed logits `[rows, vocab]` and the rows of each place `[judged, k + 1]`.
+
+    Rows of others cost nothing; where there are none (`every` request is judged) and no place is padded, nothing is copied.
+    """
+    if every and len(logits) == row_at.numel():
+        return logits.softmax(dim=-1, dtype=torch.float32).view(*row_at.shape, -1)
+    return logits[row_at].softmax(dim=-1, dtype=torch.float32)
 
 
 class Drafted:

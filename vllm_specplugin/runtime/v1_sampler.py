@@ -24,7 +24,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, build
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_specplugin.runtime.core import Runtime
-from vllm_specplugin.runtime.judging import Judge, Judged
+from vllm_specplugin.runtime.judging import Judge, Judged, probabilities_at
 from vllm_specplugin.types import Verdict
 
 if TYPE_CHECKING:
@@ -170,9 +170,7 @@ class _FinalDraw(torch.nn.Module):
             drawn: tuple[torch.Tensor, torch.Tensor | None] = self.stock(logits, generators, k, p)
             return drawn
         logits = apply_top_k_top_p(logits, k, p)
-        probs = logits.softmax(dim=-1, dtype=torch.float32)  # [rows, vocab]
-        every_row = step.judged.every and len(probs) == step.row_at.numel()
-        target_probs = probs.view(*step.row_at.shape, -1) if every_row else probs[step.row_at]
+        target_probs = probabilities_at(logits, step.row_at, step.judged.every)
         step.verdict = self.judge.verify(step.judged, target_probs, step.draft_ids, step.lengths, step.known)
         # A rank that walks (its proposer was late, say) draws from the noise that all ranks have in common; so must the others.
         if self.judge.shared or self.stock.logprobs_mode in ("processed_logits", "processed_logprobs"):

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_specplugin.runtime.core import Runtime
-from vllm_specplugin.runtime.judging import Judge
+from vllm_specplugin.runtime.judging import Judge, probabilities_at
 from vllm_specplugin.scorers.token import TokenVerifier
 from vllm_specplugin.types import Request
 
@@ -121,7 +121,9 @@ class Verification(RejectionSampler):
         num_drafts = np.array([self._num_drafts[slot] for slot in slots], dtype=np.int64)
         if self.fused and self.judge.nobody_is_walked(requests, num_drafts):
             processed = self.sampler.apply_sampling_params(*sampling)
-            return self._by_host_kernels(processed, requests, verify_draft_sampled, cu_num_logits, pos, idx_mapping)
+            return self._by_host_kernels(
+                processed, requests, verify_draft_sampled, cu_num_logits, pos, idx_mapping, expanded_local_pos
+            )
         judged = self.judge.choose(requests, num_drafts, logits.device)
         first = cu_num_logits[:-1].long()  # [requests]
         lengths = cu_num_logits[1:].long() - first - 1
@@ -137,10 +139,7 @@ class Verification(RejectionSampler):
         walked = self.judge.walk(target_ids[row_at], drafts.to(target_ids.dtype), lengths)
         verdict = None
         if judged is not None:
-            probs = processed.softmax(dim=-1, dtype=torch.float32)  # [total, vocab]
-            rows = row_at[judged.rows]  # [judged, k + 1]
-            every_row = judged.every and len(probs) == rows.numel()
-            target_probs = probs.view(*rows.shape, -1) if every_row else probs[rows]
+            target_probs = probabilities_at(processed, row_at[judged.rows], judged.every)
             drafts = drafts[judged.rows]
             within = position[:-1] < lengths[judged.rows, None]
             valid = ((drafts >= 0) & within).long().cumprod(dim=1).sum(dim=1)  # [judged]
@@ -157,6 +156,7 @@ class Verification(RejectionSampler):
         cu_num_logits: torch.Tensor,
         pos: torch.Tensor,
         idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The token rule over processed logits `[total, vocab]`; `drafts` `[total]`, one row after each draft, -1 if invalid."""
         states = self.sampler.sampling_states
@@ -164,7 +164,6 @@ class Verification(RejectionSampler):
         lengths = cu_num_logits[1:].long() - first - 1
         request = torch.arange(len(requests), device=first.device, dtype=idx_mapping.dtype)
         request_of_row = request.repeat_interleave(lengths + 1, output_size=len(processed))  # [total]
-        position = torch.arange(len(processed), device=first.device) - first[request_of_row.long()]
         place = (first[:, None] + 1 + torch.arange(self.num_speculative_steps, device=first.device)).clamp(max=len(drafts) - 1)
         temperature = states.temperature.gpu[idx_mapping]
         draft_probs = self.runtime.drafted.stacked(requests, drafts[place].clamp(min=0), lengths)  # [requests, k, vocab]
@@ -179,7 +178,7 @@ class Verification(RejectionSampler):
             pos,
             request,
             request_of_row,
-            position.to(torch.int32),
+            expanded_local_pos,
             temperature,
             states.seeds.gpu[idx_mapping],
             self.num_speculative_steps,
