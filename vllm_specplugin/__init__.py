@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from vllm_specplugin.errors import ConfigError, DraftError, RegistryError, SeamError, SpecPluginError
 from vllm_specplugin.proposers.base import Proposer, ProposerOptions
 from vllm_specplugin.scorers.base import SampleVerifier, Verifier
-from vllm_specplugin.types import Capabilities, Drafts, History, Host, Request, Step, Verdict
+from vllm_specplugin.types import Capabilities, Depth, Drafts, History, Host, NativeDrafter, Request, Step, Target, Verdict
 
 try:
     __version__ = version("vllm-specplugin")
@@ -17,10 +17,12 @@ except PackageNotFoundError:  # a source tree that was never installed
 __all__ = [
     "Capabilities",
     "ConfigError",
+    "Depth",
     "DraftError",
     "Drafts",
     "History",
     "Host",
+    "NativeDrafter",
     "Proposer",
     "ProposerOptions",
     "RegistryError",
@@ -29,6 +31,7 @@ __all__ = [
     "SeamError",
     "SpecPluginError",
     "Step",
+    "Target",
     "Verdict",
     "Verifier",
     "__version__",

@@ -16,6 +16,7 @@ from vllm_specplugin.errors import ConfigError, suggestion
 from vllm_specplugin.proposers.base import Proposer
 from vllm_specplugin.registry import PROPOSERS, VERIFIERS, normalise
 from vllm_specplugin.scorers.base import Verifier
+from vllm_specplugin.types import Target
 
 HOST_KEYS = frozenset(
     {
@@ -134,13 +135,13 @@ class ResolvedConfig:
 
     def ignored(self) -> list[str]:
         """What was said but has no effect with this proposer, one line each."""
-        if self.proposer.capabilities.checkpoint:
+        if self.proposer.capabilities.checkpoint or self.proposer.capabilities.native:
             return []
         return [f"'{key}': the proposer {self.config.proposer!r} loads no checkpoint" for key in sorted(self.config.host)]
 
 
-def resolve(config: SpecConfig) -> ResolvedConfig:
-    """Look up the names of a configuration and check that the parts go together.
+def resolve(config: SpecConfig, target: Target | None = None) -> ResolvedConfig:
+    """Look up the names of a configuration and check that the parts go together, and fit the target where it is known.
 
     Raises:
         RegistryError: an unknown or broken proposer or verifier.
@@ -163,14 +164,25 @@ def resolve(config: SpecConfig) -> ResolvedConfig:
             f"'verifier' is {verifier_name!r}, which needs the drafts' probabilities, but 'draft_sampling' is 'greedy'; "
             "use 'one_hot' or 'auto', or a proposer with probabilities and 'draft_sampling': 'probabilistic'."
         )
+    options = _options(proposer, config)
     return ResolvedConfig(
         config=config,
         proposer=proposer,
-        options=_options(proposer, config),
+        options=options,
         verifier_name=verifier_name,
         verifier=verifier,
-        num_speculative_tokens=config.num_speculative_tokens or proposer.default_num_speculative_tokens,
+        num_speculative_tokens=_num_speculative_tokens(proposer, config, options, target),
     )
+
+
+def _num_speculative_tokens(proposer: type[Proposer], config: SpecConfig, options: BaseModel, target: Target | None) -> int:
+    depth = proposer.depth(config, options, target)
+    wanted = config.num_speculative_tokens
+    if wanted is None:
+        return depth.default
+    if depth.most is not None and wanted > depth.most:
+        raise ConfigError(f"'num_speculative_tokens' is {wanted}, but it can be at most {depth.most}: {depth.why}.")
+    return wanted
 
 
 def _automatic(config: SpecConfig) -> str:

@@ -42,7 +42,7 @@ def preload_libraries(loaded: Sequence[str]) -> list[str]:
     return ([] if "omp" in have else openmp[:1]) + ([] if "malloc" in have else malloc[:1])
 
 
-def engine_environment(model: str) -> dict[str, str]:
+def engine_environment(model: str, every_core: bool = False) -> dict[str, str]:
     """The environment of an engine process. What the user has set stays as it is."""
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in the engine's own process: nothing is between it and who measures
@@ -53,6 +53,8 @@ def engine_environment(model: str) -> dict[str, str]:
     }
     if Path(model).is_dir():
         wanted["HF_HUB_OFFLINE"] = "1"  # everything is in the folder; do not wait for a hub that is out of reach
+    if every_core:
+        wanted["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)
     environment = {**wanted, **os.environ}
     loaded = [path for path in environment.get("LD_PRELOAD", "").split(":") if path]
     if sys.platform == "linux":
@@ -63,8 +65,11 @@ def engine_environment(model: str) -> dict[str, str]:
 class EngineProcess:
     """A running engine process: made, it loads; `wait` for that, `call` its methods, `close` it."""
 
-    def __init__(self, title: str, module: str, settings: Mapping[str, Any], log: Path) -> None:
-        """Start `python -m module`. `settings` are its engine's, "model" among them; `log` takes all that it prints."""
+    def __init__(self, title: str, module: str, settings: Mapping[str, Any], log: Path, every_core: bool = False) -> None:
+        """Start `python -m module`. `settings` are its engine's, "model" among them; `log` takes all that it prints.
+
+        `every_core`: its tensor work may use all cores of a CPU, one of which vLLM would leave free for serving.
+        """
         self.title = title  # how errors call it: "plain", "speculative"
         self.log = log
         with log.open("wb") as file:
@@ -73,7 +78,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                env=engine_environment(str(settings["model"])),
+                env=engine_environment(str(settings["model"]), every_core),
                 text=True,
                 encoding="utf-8",
                 start_new_session=True,  # Ctrl-C is the parent's to handle; it closes the engines in order

@@ -16,12 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm_specplugin"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MAY_IMPORT_VLLM_IN_FUNCTIONS = {"vllm_specplugin.demo.engine", "vllm_specplugin.validate.engine"}
+MAY_IMPORT_VLLM_IN_FUNCTIONS = {"vllm_specplugin.demo.engine", "vllm_specplugin.train.distill_engine", "vllm_specplugin.validate.engine"}
 """What runs in a process of its own, and so is no part of the import graph."""
 
 GROUND = {"errors", "types"}
 CONTRACTS = GROUND | {"proposers.base", "scorers.base"}
 LEAVES = {"heads", "proposers", "scorers", "control"}
+COMMANDS = {"engine_process", "progress", "prompt_files"}
+"""What the parts behind the long-running commands share."""
 PURE = CONTRACTS | LEAVES | {"config", "guard", "noise", "registry", "request_args"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -36,18 +38,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": CONTRACTS | {"registry"},
     "guard": CONTRACTS | {"noise"},
     "heads": CONTRACTS,
-    "proposers": CONTRACTS | {"heads"},
+    "proposers": CONTRACTS | {"heads", "scorers.drawing"},
     "scorers": CONTRACTS | {"scorers.drawing"},
     "control": CONTRACTS,
     "reference": PURE,
     "runtime": PURE | {"reference"},
     "plugin": {"runtime"},
     "engine_process": {"errors"},
-    "demo": GROUND | {"engine_process"},
-    "train": PURE | {"reference"},
-    "validate": PURE | {"reference", "engine_process"},
+    "progress": set(),
+    "prompt_files": {"errors"},
+    "demo": GROUND | COMMANDS,
+    "train": PURE | COMMANDS | {"reference"},
+    "validate": PURE | COMMANDS | {"reference"},
     "bench": PURE | {"reference"},
-    "cli": PURE | {"reference", "runtime", "demo", "train", "validate", "bench"},
+    "cli": PURE | COMMANDS | {"reference", "runtime", "demo", "train", "validate", "bench"},
     "": CONTRACTS,
 }
 """Part -> the parts it may import, itself aside. `""` is the package's own `__init__`, which others may import for its names."""

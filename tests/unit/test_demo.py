@@ -25,10 +25,11 @@ from vllm_specplugin.demo.measure import (
     margin_changes,
     summed,
 )
-from vllm_specplugin.demo.progress import progress_bars
-from vllm_specplugin.demo.prompts import CHAT, CODE, DOCUMENT, USER_KIND, demo_prompts, load_prompts
+from vllm_specplugin.progress import progress_bars
+from vllm_specplugin.demo.prompts import CHAT, CODE, DOCUMENT, demo_prompts
 from vllm_specplugin.engine_process import EngineProcess, engine_environment, preload_libraries
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.prompt_files import USER_KIND, load_prompts
 
 
 def sample(tokens: int, seconds: float, passes: int, drafts: int = 0, accepted: tuple[int, ...] = (), first: int = 0) -> Sample:
@@ -353,6 +354,11 @@ def test_what_the_user_preloads_stays_and_is_not_doubled(monkeypatch: pytest.Mon
     assert environment["LD_PRELOAD"].startswith("/opt/mine.so:")
     assert environment["KMP_BLOCKTIME"] == "7"
     assert "HF_HUB_OFFLINE" not in environment
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "OMP_NUM_THREADS" not in engine_environment("some/hub-model")
+    assert engine_environment("some/hub-model", every_core=True)["OMP_NUM_THREADS"] == str(os.cpu_count())
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert engine_environment("some/hub-model", every_core=True)["OMP_NUM_THREADS"] == "3"
 
 
 def test_an_engine_that_dies_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 from vllm_specplugin.demo.command import demo_command, demo_model_command
 from vllm_specplugin.demo.measure import DemoResult
 from vllm_specplugin.demo.model import demo_model
-from vllm_specplugin.demo.prompts import Prompt, demo_prompts, load_prompts
+from vllm_specplugin.demo.prompts import demo_prompts
 from vllm_specplugin.demo.run import run_demo
 from vllm_specplugin.demo.table import print_result
 
 __all__ = [
     "DemoResult",
-    "Prompt",
     "demo_command",
     "demo_model",
     "demo_model_command",
     "demo_prompts",
-    "load_prompts",
     "print_result",
     "run_demo",
 ]

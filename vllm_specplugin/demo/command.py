@@ -13,11 +13,11 @@ from rich.console import Console
 
 from vllm_specplugin.demo.measure import DemoResult
 from vllm_specplugin.demo.model import demo_model
-from vllm_specplugin.demo.prompts import load_prompts
 from vllm_specplugin.demo.run import DEFAULT_CONFIG, DEFAULT_MAX_TOKENS, run_demo
 from vllm_specplugin.demo.table import markdown as render_markdown
 from vllm_specplugin.demo.table import print_result
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.prompt_files import load_prompts
 
 
 def parse_config(text: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_specplugin.engine_process import serve_engine
+from vllm_specplugin.prompt_files import Prompt, encode
 
 SLACK = 32  # room in the context beyond the longest request, for drafts past its end
 TOP = 20  # log-probabilities per position; vLLM's default limit
@@ -38,7 +39,7 @@ class Engine:
         from vllm.platforms import current_platform
 
         self.tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-        self.prompts: list[list[int]] = [self._encode(prompt) for prompt in settings["prompts"]]
+        self.prompts = [encode(Prompt(**prompt), self.tokenizer) for prompt in settings["prompts"]]
         arguments: dict[str, Any] = {
             "model": settings["model"],
             "dtype": "bfloat16",
@@ -55,16 +56,6 @@ class Engine:
             arguments["speculative_config"] = settings["speculative_config"]
         self.llm = LLM(**arguments)
         self.requests = 0
-
-    def _encode(self, prompt: Mapping[str, Any]) -> list[int]:
-        """A prompt as token ids, through the model's chat template where it has one."""
-        text = prompt["text"]
-        if text is None and self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(prompt["messages"], tokenize=False, add_generation_prompt=True)
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
-        if text is None:
-            text = "\n\n".join(message["content"] for message in prompt["messages"])
-        return list(self.tokenizer.encode(text))
 
     def facts(self) -> dict[str, Any]:
         """What the parent prints about this engine."""

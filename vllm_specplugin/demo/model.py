@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.demo.convert import convert, write_json
-from vllm_specplugin.demo.progress import progress_bars
 from vllm_specplugin.demo.source import GgufSource, gguf_source
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.progress import progress_bars
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 CACHE_VARIABLE = "VLLM_SPECPLUGIN_CACHE"

@@ -32,10 +32,11 @@ from vllm_specplugin.demo.measure import (
     margin_between,
     margin_changes,
 )
-from vllm_specplugin.demo.progress import progress_bars
-from vllm_specplugin.demo.prompts import Prompt, demo_prompts
+from vllm_specplugin.demo.prompts import demo_prompts
 from vllm_specplugin.engine_process import EngineProcess
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.progress import progress_bars
+from vllm_specplugin.prompt_files import Prompt
 
 DEFAULT_CONFIG: dict[str, Any] = {"proposer": "ngram", "num_speculative_tokens": 5}
 DEFAULT_MAX_TOKENS = 80

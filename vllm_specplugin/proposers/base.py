@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from vllm_specplugin.types import Capabilities, Drafts, Host, Step, Verdict
+from vllm_specplugin.types import Capabilities, Depth, Drafts, Host, Step, Target, Verdict
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from vllm_specplugin.config import SpecConfig
 
 
 class ProposerOptions(BaseModel):
@@ -39,6 +41,22 @@ class Proposer(ABC, Generic[OptionsT]):
     def __init__(self, host: Host, options: OptionsT) -> None:
         self.host = host
         self.options = options
+
+    @classmethod
+    def depth(cls, config: SpecConfig, options: OptionsT, target: Target | None) -> Depth:
+        """How many tokens it can draft per step. A proposer with a checkpoint looks at it here, without loading weights.
+
+        Called before any model is loaded, so that what does not fit together is said at once.
+
+        Args:
+            config: what the user wrote.
+            options: the proposer's own options, validated.
+            target: the target model; None where nobody has named one.
+
+        Raises:
+            ConfigError: the checkpoint cannot be read, is of another family, or does not fit the target; both are named.
+        """
+        return Depth(cls.default_num_speculative_tokens)
 
     def load(self, target: nn.Module) -> None:
         """Load weights and capture graphs, once, after the target model is loaded."""

@@ -1,4 +1,4 @@
-"""The progress bars of the demo, one look for all of them."""
+"""Progress bars, one look for all commands."""
 
 from __future__ import annotations
 

@@ -1,0 +1,103 @@
+"""What a data file may hold, and what is said of one that does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.train.data import Example, read_examples
+
+
+class Letters:
+    """A tokenizer whose tokens are characters; its chat template marks who speaks."""
+
+    chat_template = "yes"
+    eos_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(letter) for letter in text]
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        return "".join(f"<{message['content']}>" for message in messages)
+
+
+def written(folder: Path, *lines: object, name: str = "data.jsonl") -> Path:
+    file = folder / name
+    file.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def letters(text: str) -> tuple[int, ...]:
+    return tuple(map(ord, text))
+
+
+def test_what_distill_writes(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        {"distilled_with": {"target": "m"}},
+        {"prompt_token_ids": [5, 6], "token_ids": [7, 8, 9], "kind": "chat", "temperature": 0.0},
+        {"skipped": "too long", "kind": "chat"},
+    )
+    assert read_examples(file, None, 100) == [Example((5, 6, 7, 8, 9), 2, "chat")]
+
+
+def test_text_and_messages(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        {"text": "abc", "kind": "prose"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]},
+    )
+    prose, talk = read_examples(file, Letters(), 100)
+    assert prose == Example((1, *letters("abc")), 0, "prose")
+    assert talk == Example((*letters("<a>"), *letters("bc"), 0), 3)
+
+
+def test_plain_text_is_cut_into_paragraphs(tmp_path: Path) -> None:
+    file = written(tmp_path, "one\n\ntwo lines\nhere\n\n\n", name="data.txt")
+    first, second = read_examples(file, Letters(), 100)
+    assert (first.token_ids, first.answer_from) == ((1, *letters("one")), 0)
+    assert second.token_ids == (1, *letters("two lines\nhere"))
+
+
+def test_sequences_are_cut_and_those_without_an_answer_left_out(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        {"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5, 6]},
+        {"prompt_token_ids": [1, 2, 3, 4], "token_ids": [5]},  # nothing of the answer is within 4 tokens
+        {"token_ids": [9]},  # a single token is predicted by nothing
+    )
+    assert read_examples(file, None, 4) == [Example((1, 2, 3, 4), 3)]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{nonsense\n", r"line 1 is not JSON"),
+        ([1, 2], r"line 1 is a list; an object is expected"),
+        ({"token_ids": [1, "2"]}, r'line 1: "token_ids" is no list of token ids'),
+        ({"token_ids": [1, -2]}, r'line 1: "token_ids" is no list of token ids'),
+        ({"prompt_token_ids": 7, "token_ids": [1]}, r'line 1: "prompt_token_ids" is no list of token ids'),
+        ({"prompt": "a question"}, r"has the keys prompt; .* `vllm-specplugin distill` first"),
+        ({"messages": [{"role": "user", "content": "a"}]}, r"has the keys messages; .*end with an answer"),
+        ({"text": "abc"}, r"line 1 holds text, but the target has no tokenizer"),
+        ({"token_ids": []}, r"none of its 1 sequences has a token to predict within 50"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: Any, what: str) -> None:
+    with pytest.raises(SpecPluginError, match=what) as caught:
+        read_examples(written(tmp_path, line), None, 50)
+    assert "\n" not in str(caught.value)
+    assert "data.jsonl" in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(SpecPluginError, match=r"cannot read .*none\.txt"):
+        read_examples(tmp_path / "none.txt", None, 50)
+    with pytest.raises(SpecPluginError, match=r"empty\.jsonl holds nothing to learn from: it is empty"):
+        read_examples(written(tmp_path, name="empty.jsonl"), None, 50)

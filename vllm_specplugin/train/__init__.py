@@ -1,0 +1,1 @@
+"""Training of drafting heads: data that the target wrote, its hidden states on disk, objectives, and the loop over them."""

@@ -1,0 +1,138 @@
+"""Lets the target answer prompts, for heads to learn from: they must foretell what the target says, not what is true.
+
+Answers that the target writes itself make better drafters than texts by others (EAGLE, arXiv 2401.15077, section 4.4;
+Medusa's self-distillation, arXiv 2401.10774, section 2.3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from vllm_specplugin.engine_process import EngineProcess
+from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.progress import progress_bars
+from vllm_specplugin.prompt_files import Prompt
+
+SLICE = 256
+"""Prompts that are handed to the engine at a time, several times as many as it runs at once; the file grows by so much."""
+
+
+@dataclass(frozen=True)
+class DistillPlan:
+    """What is asked of the target."""
+
+    target: str
+    prompts: Sequence[Prompt]
+    max_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0,)
+    """Each prompt is answered once at each of them."""
+    seed: int = 0
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self) -> dict[str, Any]:
+        """What an answer depends on beside its prompt; a file that was begun with other settings is not continued."""
+        return {"target": self.target, "max_tokens": self.max_tokens, "temperatures": list(self.temperatures), "seed": self.seed}
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """What a run has written."""
+
+    answers: int
+    tokens: int
+    """Written by the target, in all of the file."""
+    skipped: int
+    """Prompts that leave no room for an answer in the context."""
+
+
+def distill(plan: DistillPlan, out: Path, progress: bool = True) -> Distilled:
+    """Answer every prompt, and write a line for each answer: `{"prompt_token_ids", "token_ids", "kind", "temperature"}`.
+
+    The first line says what the file was made with. A run that was interrupted goes on where it stopped.
+
+    Raises:
+        SpecPluginError: the file was made with other settings or prompts, or the engine failed.
+    """
+    jobs = [(prompt, temperature) for temperature in plan.temperatures for prompt in range(len(plan.prompts))]
+    done = _done(out, plan)
+    todo = jobs[len(done) :]
+    skipped = done.count(None)
+    answers, tokens = len(done) - skipped, sum(count for count in done if count)
+    if todo:
+        with _engine(plan, out) as engine, out.open("a", encoding="utf-8") as file, progress_bars(progress) as bars:
+            if not done:
+                _write(file, _header(plan))
+            task = bars.add_task(f"{plan.target} answers", total=len(jobs), completed=len(done))
+            for line in _answers(engine, plan, todo):
+                _write(file, line)
+                bars.advance(task)
+                answers += "token_ids" in line
+                skipped += "skipped" in line
+                tokens += len(line.get("token_ids", ()))
+    return Distilled(answers, tokens, skipped)
+
+
+@contextlib.contextmanager
+def _engine(plan: DistillPlan, out: Path) -> Iterator[EngineProcess]:
+    settings = {"model": plan.target, "engine_args": {"seed": plan.seed, **plan.engine_args}}
+    engine = EngineProcess("target's", "vllm_specplugin.train.distill_engine", settings, out.with_suffix(".log"), every_core=True)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _answers(engine: EngineProcess, plan: DistillPlan, jobs: Sequence[tuple[int, float]]) -> Iterator[dict[str, Any]]:
+    """A line for each job, in order; those of a slice come together."""
+    limit = engine.wait()["max_model_len"]
+    for first in range(0, len(jobs), SLICE):
+        part = jobs[first : first + SLICE]
+        encoded = engine.call("encode", prompts=[asdict(plan.prompts[prompt]) for prompt, _ in part])["token_ids"]
+        fits = [place for place, ids in enumerate(encoded) if len(ids) < limit]
+        sampling = [{"max_tokens": plan.max_tokens, "temperature": part[place][1]} for place in fits]
+        answer = engine.call("answer", prompts=[encoded[place] for place in fits], sampling=sampling) if fits else {}
+        of_place = dict(zip(fits, answer.get("token_ids", ()), strict=True))
+        for place, (prompt, temperature) in enumerate(part):
+            line: dict[str, Any] = {"kind": plan.prompts[prompt].kind, "temperature": temperature}
+            if place in of_place:
+                line |= {"prompt_token_ids": encoded[place], "token_ids": of_place[place]}
+            else:
+                line["skipped"] = f"the prompt has {len(encoded[place])} tokens, and the context is {limit}"
+            yield line
+
+
+def _header(plan: DistillPlan) -> dict[str, Any]:
+    return {"distilled_with": {**plan.settings(), "prompts": len(plan.prompts)}}
+
+
+def _done(out: Path, plan: DistillPlan) -> list[int | None]:
+    """The number of tokens of each answer that the file holds already, None for a prompt that was skipped."""
+    if not out.exists():
+        return []
+    lines = out.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):  # written half when the run was interrupted
+        out.write_text("".join(lines[:-1]), encoding="utf-8")
+        lines.pop()
+    if not lines:
+        return []
+    try:
+        header, *entries = [json.loads(line) for line in lines]
+    except json.JSONDecodeError as error:
+        raise SpecPluginError(f"--out {out} exists and is no file of this command ({error.msg}); name another one.") from error
+    made_with, wanted = header.get("distilled_with") if isinstance(header, dict) else None, _header(plan)["distilled_with"]
+    if made_with != wanted:
+        differs = [key for key in wanted if not isinstance(made_with, dict) or made_with.get(key) != wanted[key]]
+        raise SpecPluginError(
+            f"--out {out} exists and was made with another {', '.join(differs)}; name another file, or remove this one."
+        )
+    return [len(entry["token_ids"]) if "token_ids" in entry else None for entry in entries]
+
+
+def _write(file: TextIO, line: Mapping[str, Any]) -> None:
+    file.write(json.dumps(line) + "\n")
+    file.flush()
