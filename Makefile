@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES := vllm_specplugin tests benchmarks examples scripts setup.py
 
-.PHONY: setup demo test test-unit validate-long lint format bench check-seams clean
+.PHONY: setup demo test test-unit validate-long lint format bench check-seams heads clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,13 @@ bench: setup
 
 check-seams: setup
 	$(BIN)/python scripts/check_seams.py $(ARGS)
+
+# Small versions of all four families on the demo's model, in less than 15 minutes; ARGS="PROMPTS=768 MINUTES=20" for good ones.
+heads: setup
+	for family in medusa eagle eagle3 mtp; do \
+	  env PATH="$(CURDIR)/$(BIN):$$PATH" PROMPTS=160 MINUTES=1.5 WORK=build/heads $(ARGS) \
+	    bash examples/learned_drafters/$$family.sh || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -25,10 +25,10 @@ from vllm_specplugin.demo.measure import (
     margin_changes,
     summed,
 )
-from vllm_specplugin.progress import progress_bars
 from vllm_specplugin.demo.prompts import CHAT, CODE, DOCUMENT, demo_prompts
 from vllm_specplugin.engine_process import EngineProcess, engine_environment, preload_libraries
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.progress import progress_bars
 from vllm_specplugin.prompt_files import USER_KIND, load_prompts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
@@ -202,6 +202,8 @@ def _ask_vllm(found: Diagnosis, config: Mapping[str, Any], flags: Mapping[str, A
         found.reasons.append(engine.problem.rstrip("."))
     elif found.model is not None and found.resolved is not None and not refused and not engine.ours:
         found.reasons.append("the plugin did not attach to vLLM, which built a configuration of its own")
+    elif found.resolved is not None and engine.host is not None:  # the proposer's own k may depend on the target
+        found.resolved = replace(found.resolved, num_speculative_tokens=engine.host.num_speculative_tokens)
     if found.model is None:
         found.notes.append("no MODEL was named: its own limits, the scheduling and the memory bill were not looked at")
 
@@ -217,12 +219,18 @@ def _memory_bill(resolved: ResolvedConfig, engine: inspect.Engine | None) -> lis
         weights = MemoryItem(
             "draft weights", size, "size of the checkpoint" if size else f"{config.model} is not on this machine yet"
         )
+    elif capabilities.native is not None:
+        weights = MemoryItem("draft weights", None, "part of the target's own checkpoint")
     else:
         weights = MemoryItem("draft weights", 0, "the proposer has no weights")
     if host is None or engine is None:
         return [weights]
     own = _own_bill(resolved, host)
-    if capabilities.own_kv_cache:
+    if engine.native_kv_bytes is not None:
+        tokens = host.max_num_seqs * host.max_model_len
+        shape = f"{engine.native_kv_bytes:,} bytes per token, in vLLM's own KV cache and out of what it has"
+        kv = [MemoryItem("draft KV cache", engine.native_kv_bytes * tokens, f"{shape}; at most for {tokens:,} tokens")]
+    elif capabilities.own_kv_cache:
         kv = [] if any("KV" in item.what for item in own) else [MemoryItem("draft KV cache", None, "the proposer does not say")]
     else:
         kv = [MemoryItem("draft KV cache", 0, "the proposer keeps none")]

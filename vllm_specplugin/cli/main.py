@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_specplugin.cli.output import one_line
+from vllm_specplugin.cli.train import train_app
 from vllm_specplugin.errors import SpecPluginError
 
 USAGE_ERROR = 2
@@ -37,6 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
+
+app.add_typer(train_app, name="train")
 
 
 def _print_version(wanted: bool) -> None:
@@ -143,6 +146,60 @@ def validate(
 
 
 @app.command()
+def evaluate(
+    target: Annotated[str, typer.Option(metavar="MODEL", help="The target model: a folder or hub name.", show_default=False)],
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help="Held-out text, in any form that `train` reads.", show_default=False)
+    ],
+    heads: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A checkpoint of heads or a draft model; its family is found out.")
+    ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option("--speculative-config", "-sc", metavar="JSON", help="Instead of --heads: as `vllm serve` takes it."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Another model to compare, such as one trained without the heads.")
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='For the downstream score: lines {"prompt", "answer"}, with "choices" or without.'),
+    ] = None,
+    texts: Annotated[int, typer.Option(min=1, metavar="N", help="Most texts that are scored.")] = 200,
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Most requests per temperature.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Of each request.")] = 64,
+    max_length: Annotated[int, typer.Option(min=8, metavar="N", help="Tokens at which a longer text is cut.")] = 1024,
+    temperature: Annotated[
+        list[float] | None, typer.Option(metavar="T", help="May be given several times; without it, 0 and 1.")
+    ] = None,
+    engine_args: Annotated[str | None, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the engines.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write evaluation.json and evaluation.md there.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
+) -> None:
+    """Measure main-head loss, a downstream score and draft acceptance together, with and without drafts."""
+    from vllm_specplugin.cli.evaluate import evaluate_command
+
+    evaluate_command(
+        target,
+        heads,
+        speculative_config,
+        against,
+        data,
+        questions,
+        texts,
+        prompts,
+        max_tokens,
+        max_length,
+        temperature or (),
+        engine_args,
+        seed,
+        out,
+        json,
+    )
+
+
+@app.command()
 def demo(
     model: Annotated[
         str | None,
@@ -183,6 +240,27 @@ def demo_model(
     from vllm_specplugin.demo import demo_model_command
 
     demo_model_command(cache)
+
+
+@app.command()
+def distill(
+    target: Annotated[str, typer.Option(metavar="MODEL", help="The model that answers, as `vllm serve` takes it.")],
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help='Prompts, one per line, or JSON lines (.jsonl) with "prompt" or "messages".')
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the answers go (.jsonl); what is there is gone on with.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 256,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(metavar="T", help="Answer at this temperature (default 0); given twice, every prompt is answered at both."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="The engine's.")] = 0,
+    engine_args: Annotated[str | None, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")] = None,
+) -> None:
+    """Let the target answer prompts: the data that its drafting heads learn from (see `train`)."""
+    from vllm_specplugin.cli.distill import distill_command
+
+    distill_command(target, data, out, max_tokens, temperature or [0.0], seed, engine_args)
 
 
 def run() -> None:

@@ -219,7 +219,13 @@ def needs(capabilities: Mapping[str, Any]) -> list[str]:
     words: dict[str, dict[Any, str]] = {
         "tokens": {"none": "", "host": "tokens on the host", "device": "tokens on the device"},
         "hidden_states": {"none": "", "last": "last hidden states", "aux": "last and auxiliary hidden states"},
-        "own_kv_cache": {True: "a KV cache of its own"},
+        "own_kv_cache": {True: "room in the KV cache" if capabilities["native"] else "a KV cache of its own"},
+        "native": {
+            "eagle": "vLLM's own drafter for EAGLE",
+            "eagle3": "vLLM's own drafter for EAGLE-3",
+            "mtp": "a target with MTP layers, which vLLM's own drafter runs",
+            "draft_model": "vLLM's own drafter for draft models",
+        },
         "checkpoint": {True: "a checkpoint ('model')"},
     }
     found = [known.get(capabilities[key], "") for key, known in words.items()]
