@@ -135,9 +135,12 @@ class ResolvedConfig:
 
     def ignored(self) -> list[str]:
         """What was said but has no effect with this proposer, one line each."""
-        if self.proposer.capabilities.checkpoint or self.proposer.capabilities.native:
+        capabilities, heeded = self.proposer.capabilities, self.proposer.host_keys
+        if capabilities.native or (capabilities.checkpoint and heeded is None):
             return []
-        return [f"'{key}': the proposer {self.config.proposer!r} loads no checkpoint" for key in sorted(self.config.host)]
+        why = "heeds no such key" if capabilities.checkpoint else "loads no checkpoint"
+        keys = sorted(set(self.config.host).difference(heeded or ()))
+        return [f"'{key}': the proposer {self.config.proposer!r} {why}" for key in keys]
 
 
 def resolve(config: SpecConfig, target: Target | None = None) -> ResolvedConfig:

@@ -11,7 +11,7 @@ follow their law (`tests/contract/test_noise_independence.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -21,6 +21,10 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from vllm_specplugin.types import Request
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def owner_of(request: Request, engine_seed: int) -> str:
@@ -52,6 +56,23 @@ class DraftNoise:
         name = f"{use}|{owner}|{int(self.positions[row])}|{draft}".encode()
         key = int.from_bytes(blake2b(name, digest_size=16, person=b"specplugin-draft").digest(), "little")
         return np.random.Generator(np.random.Philox(key=key))
+
+    def uniforms(self, k: int) -> NDArray[np.float64]:
+        """`[rows, k]` numbers in [0, 1), multiples of 2^-53: for proposers that draw all drafts of a step at once.
+
+        One hash per row names its stream, by the same things as `generator`; the numbers are splitmix64's (Steele, Lea, Flood,
+        "Fast splittable pseudorandom number generators", OOPSLA 2014) from the hash as seed.
+        """
+        names = (f"{owner_of(request, self.engine_seed)}|{position}" for request, position in self._passes())
+        digests = (blake2b(name.encode(), digest_size=8, person=b"specplugin-unif").digest() for name in names)
+        seeds = np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
+        bits = seeds[:, None] + np.arange(1, k + 1, dtype=np.uint64) * _GAMMA  # wraps, as it should
+        bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
+        bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
+        return ((bits ^ (bits >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+    def _passes(self) -> Iterator[tuple[Request, int]]:
+        return zip(self.requests, self.positions.tolist(), strict=True)
 
     def select(self, rows: Sequence[int]) -> DraftNoise:
         """The noise of some of the rows, in the order given."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_specplugin.config import SpecConfig
+    from vllm_specplugin.heads.layers import HostLayers
     from vllm_specplugin.noise import DraftNoise
 
 
@@ -38,6 +39,35 @@ class Capabilities:
     """It keeps attention state of its own, so it must see every step of every request."""
     checkpoint: bool = False
     """It needs weights: the `model` key of the configuration."""
+    native: Literal["eagle", "eagle3", "mtp", "draft_model"] | None = None
+    """The host's own drafting method that does its work, with the host's layers and KV cache; None for one of our own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target model, as far as heads or a draft checkpoint must fit it."""
+
+    model: str
+    """Its name or path."""
+    model_type: str
+    """As Hugging Face's config names it ('llama')."""
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    num_mtp_layers: int = 0
+    """Layers that predict tokens further ahead, in the target's own checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How many tokens a proposer can draft per step."""
+
+    default: int
+    """k where the configuration does not say."""
+    most: int | None = None
+    """The largest k that it can serve; None where nothing limits it."""
+    why: str = ""
+    """What sets `most`, to be read after 'at most 4: ' ('heads.safetensors has 4 Medusa heads')."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +97,8 @@ class Host:
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
     """Drafts must be the same on every rank."""
+    layers: HostLayers | None = None
+    """How the host builds the layers of heads, spread over the ranks; None for plain PyTorch on one device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +131,17 @@ class History(Protocol):
         ...
 
 
+class NativeDrafter(Protocol):
+    """The host's own drafter in one step: it has run, or will once asked, whoever drafts, so that its KV cache keeps up."""
+
+    def draft(self) -> Drafts:
+        """Its drafts for the step's rows: token ids `[rows, k]` on the device, and what they were drawn from, if by chance.
+
+        Rows that are still prefilling, and places past a row's limit, hold ids that mean nothing. Asking again costs nothing.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One engine step as a proposer sees it: the target has run, its tokens are committed, drafts are wanted.
@@ -126,6 +169,8 @@ class Step:
     """`[rows, hidden]`: the target's last hidden state from which each row's last committed token was chosen, where asked for."""
     aux_hidden_states: torch.Tensor | None = None
     """`[rows, layers * hidden]`: the auxiliary layers' states at that place, where asked for."""
+    native: NativeDrafter | None = None
+    """The host's own drafter, for a proposer with the capability `native`."""
 
     @property
     def num_rows(self) -> int:
@@ -155,6 +200,7 @@ class Step:
             noise=self.noise.select(rows),
             hidden_states=None if self.hidden_states is None else self.hidden_states[list(rows)],
             aux_hidden_states=None if self.aux_hidden_states is None else self.aux_hidden_states[list(rows)],
+            native=None if self.native is None else _SelectedNative(self.native, list(rows)),
         )
 
 
@@ -168,6 +214,17 @@ class _SelectedHistory:
 
     def device(self, row: int) -> torch.Tensor:
         return self.history.device(self.rows[row])
+
+
+@dataclass(frozen=True, slots=True)
+class _SelectedNative:
+    native: NativeDrafter
+    rows: list[int]
+
+    def draft(self) -> Drafts:
+        drafts = self.native.draft()
+        probabilities = None if drafts.probabilities is None else drafts.probabilities[self.rows]
+        return Drafts(token_ids=drafts.token_ids[self.rows], probabilities=probabilities)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Drafting's noise and the verifier's have nothing in common, for every registered proposer that needs no checkpoint.
+"""Drafting's noise and the verifier's have nothing in common, for every registered proposer that drafts by itself.
 
 Losslessness hangs on it: a draft that knows the number which accepts it, or which draws its replacement, tilts the output
 (`tests/quality/test_mutants.py` shows by how much). Proposers that draw nothing pass at once, and keep being asked.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ import torch
 from scipy import stats
 
 from tests.quality.chisquare import independence_p_value
+from tests.support.heads import checkpoint_for
 from tests.support.scripted.scripted_parts import SampledProposer
-from tests.support.steps import Tokens, host
+from tests.support.steps import Tokens, host, state_after
 from vllm_specplugin import Drafts, Proposer, Request, Step
 from vllm_specplugin.config import SpecConfig
 from vllm_specplugin.noise import DraftNoise, owner_of
@@ -33,9 +35,20 @@ TEXT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 Make = Callable[[], Proposer]
 
 
-def built_in(name: str) -> Make:
+def built_in(name: str, **options: Any) -> Make:
+    """A registered proposer, drawing its drafts if it can; `options` are its checkpoint's."""
     cls = PROPOSERS.resolve(name)
-    return lambda: cls(host(vocab_size=VOCAB, k=K, config=SpecConfig(proposer=name)), cls.Options())
+    capabilities = cls.capabilities
+    model = checkpoint_for(name, VOCAB, K, **options) if capabilities.checkpoint else None
+    sampling: Any = "probabilistic" if capabilities.probabilities else "greedy"
+
+    def make() -> Proposer:
+        config = SpecConfig(proposer=name, model=model, draft_sampling=sampling)
+        proposer = cls(host(vocab_size=VOCAB, k=K, config=config), cls.Options())
+        proposer.load(None)  # type: ignore[arg-type]
+        return proposer
+
+    return make
 
 
 def of_class(cls: type[Proposer]) -> Make:
@@ -80,7 +93,8 @@ class SaysAnotherLaw(SampledProposer):
 
 
 MAKERS: dict[str, Make] = {
-    **{name: built_in(name) for name in PROPOSERS.names() if not PROPOSERS.resolve(name).capabilities.checkpoint},
+    **{name: built_in(name) for name in PROPOSERS.names() if PROPOSERS.resolve(name).capabilities.native is None},
+    "medusa_of_some_tokens": built_in("medusa", output="shared", draft_vocab_size=6),
     "sampled_in_tests": of_class(SampledProposer),
 }
 
@@ -94,11 +108,13 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def step_of(length: int = len(TEXT), requests: int = REQUESTS, sharpness: float = 1.0) -> Step:
-    """Many requests with seeds of their own at the same place of the same text, so that nothing but noise tells them apart."""
-    rows = [
-        Request(f"request-{seed}", temperature=1.0, seed=seed, extra={"script": {"mode": "sampled", "sharpness": sharpness}})
-        for seed in range(requests)
-    ]
+    """Many requests with seeds of their own at the same place of the same text, so that nothing but noise tells them apart.
+
+    With a sharpness of 0 their drafts' laws are flat, for scripted drafts by the script, for learned ones by the temperature.
+    """
+    temperature = 1.0 if sharpness else 20.0
+    extra = {"script": {"mode": "sampled", "sharpness": sharpness}}
+    rows = [Request(f"request-{seed}", temperature=temperature, seed=seed, extra=extra) for seed in range(requests)]
     text = (TEXT * 2)[:length]
     lengths = np.full(requests, length, dtype=np.int64)
     return Step(
@@ -110,6 +126,7 @@ def step_of(length: int = len(TEXT), requests: int = REQUESTS, sharpness: float 
         limits=np.full(requests, K, dtype=np.int64),
         history=Tokens([text] * requests),
         noise=DraftNoise(0, rows, lengths),
+        hidden_states=state_after(text).expand(requests, -1),
     )
 
 
@@ -203,7 +220,9 @@ def follows_its_law(make: Make) -> float:
         q = law[:, place]
         # A sum of independent terms of mean 0, whatever the laws of the rows are; its variance is known exactly.
         surplus = (ids[:, place, None] == np.arange(VOCAB)).sum(0) - q.sum(0)
-        deviations = surplus / np.sqrt((q * (1 - q)).sum(0))
+        variance = (q * (1 - q)).sum(0)
+        assert (surplus[variance == 0] == 0).all(), "a token that the law rules out"
+        deviations = surplus[variance > 0] / np.sqrt(variance[variance > 0])
         found += (2 * stats.norm.sf(np.abs(deviations))).tolist()
     return min(found) * len(found)
 

@@ -1,4 +1,8 @@
-"""One suite over every registered proposer that needs no checkpoint: good manners, repeatability, no leftovers."""
+"""One suite over every registered proposer that drafts by itself: good manners, repeatability, no leftovers.
+
+Those that hand on the host's own drafts (`Capabilities.native`) need an engine, and are tested in one (`tests/engine`). Those
+with a checkpoint get a tiny one.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,30 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.support.heads import checkpoint_for
 from tests.support.steps import host, step
 from vllm_specplugin import Proposer, Request
 from vllm_specplugin.config import SpecConfig
 from vllm_specplugin.guard import Guard
 from vllm_specplugin.registry import PROPOSERS
 
-NAMES = [name for name in PROPOSERS.names() if not PROPOSERS.resolve(name).capabilities.checkpoint]
+NAMES = [name for name in PROPOSERS.names() if PROPOSERS.resolve(name).capabilities.native is None]
 VOCAB, K = 12, 4
 
 
 def make(name: str) -> Proposer:
     cls = PROPOSERS.resolve(name)
-    proposer = cls(host(vocab_size=VOCAB, k=K, config=SpecConfig(proposer=name)), cls.Options())
+    model = checkpoint_for(name, VOCAB, K) if cls.capabilities.checkpoint else None
+    proposer = cls(host(vocab_size=VOCAB, k=K, config=SpecConfig(proposer=name, model=model)), cls.Options())
     proposer.load(None)  # type: ignore[arg-type]
     return proposer
+
+
+def test_every_proposer_with_a_checkpoint_of_its_own_has_a_tiny_one() -> None:
+    """A new one must be added to `tests/support/heads.py`, or this suite would not run over it."""
+    for name in NAMES:
+        if PROPOSERS.resolve(name).capabilities.checkpoint:
+            checkpoint_for(name, VOCAB, K)
 
 
 def guarded(name: str) -> Guard:

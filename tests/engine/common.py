@@ -208,6 +208,10 @@ class SideBySide:
         if worker is self.plain:
             self._baselines.clear()
 
+    def replaced(self) -> None:
+        """Somebody has opened the drafting engine otherwise: the next `open` must not take it for what it was."""
+        self._opened.pop(self.drafting, None)
+
     def baseline(self, prompts: Sequence[Sequence[int]], params: dict[str, Any] | Sequence[dict[str, Any]]) -> list[Result]:
         """Plain decoding; kept, so that asking again costs nothing."""
         question = pickle.dumps((prompts, params))

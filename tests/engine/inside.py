@@ -18,9 +18,7 @@ def runner(llm: Any) -> Any:
 
 def runtime(llm: Any) -> Any:
     """The plugin's `Runtime`."""
-    model_runner = runner(llm)
-    holder = getattr(model_runner, "drafter", None) or model_runner.speculator
-    return holder.runtime
+    return runner(llm).rejection_sampler.runtime
 
 
 def use_the_hosts_kernels(llm: Any) -> None:
@@ -58,6 +56,72 @@ def guard(llm: Any) -> dict[str, Any]:
         "steps": it.steps,
         "busy": it._worker is not None and it._worker.busy,
     }
+
+
+def fail_native_steps(llm: Any, steps: list[int]) -> None:
+    """Have `failing_native` raise in these steps, by number from now on."""
+    import scripted_parts
+
+    scripted_parts.reset()
+    scripted_parts.SEEN["fail"] = set(steps)
+
+
+def forbid_steps_on_the_host(llm: Any) -> None:
+    """From now on it is an error to ask a proposer, for which what was sampled has to be copied to the host."""
+
+    def forbidden(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("the proposer was asked on the host")
+
+    runtime(llm).propose = forbidden
+
+
+NATIVE_SEEDS: list[int] = []
+"""What the first request's drafts were keyed by, step by step since `watch_native_seeds`."""
+
+
+def watch_native_seeds(llm: Any) -> None:
+    """Keep the seeds that V2's own speculator draws with."""
+    speculator = runner(llm).speculator
+    stock = speculator.sample_draft
+    NATIVE_SEEDS.clear()
+
+    def sample_draft(hidden_states: Any, positions: Any, slots: Any, temperature: Any, seeds: Any, step: Any, *more: Any) -> Any:
+        if int(step) == 0 and int(slots[0]) >= 0:
+            NATIVE_SEEDS.append(int(seeds[slots[0]]))
+        return stock(hidden_states, positions, slots, temperature, seeds, step, *more)
+
+    speculator.sample_draft = sample_draft
+
+
+def native_seeds(llm: Any) -> list[int]:
+    return NATIVE_SEEDS
+
+
+def native_draws(llm: Any, draws: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Drafts as V2's speculators draw them, two requests over 16 tokens with one law each; and the laws as we take them to be.
+
+    How often each token was drawn, and its probability: `[requests][vocab]` both.
+    """
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    from vllm_specplugin.runtime.native_v2 import _Overlay
+
+    logits = (torch.randn(2, 16, generator=torch.Generator().manual_seed(1)) * 2).bfloat16()
+    temperature, seeds = torch.tensor([0.7, 1.6]), torch.tensor([3, 4])
+    kept = torch.zeros(2, 1, 16, dtype=torch.bfloat16)
+    slots = torch.arange(2).repeat(draws)
+    column = {"logits_cache": kept, "logits_cache_col": torch.tensor(0)}
+    tokens = gumbel_sample(logits[slots], slots, temperature, seeds, torch.arange(2 * draws), True, True, **column)
+    runtime = SimpleNamespace(request=lambda *_: SimpleNamespace(temperature=1.0), host=SimpleNamespace(vocab_size=16))
+    overlay: Any = SimpleNamespace(speculator=SimpleNamespace(draft_logits=kept), drafting=SimpleNamespace(runtime=runtime))
+    batch: Any = SimpleNamespace(idx_mapping=torch.arange(2), req_ids=["a", "b"])
+    laws = _Overlay._probabilities(overlay, batch, temperature, 1)
+    assert laws is not None
+    counts = [torch.bincount(tokens[slots == slot], minlength=16).tolist() for slot in range(2)]
+    return counts, laws[:, 0].tolist()
 
 
 def known_requests(llm: Any) -> list[str]:

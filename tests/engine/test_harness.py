@@ -42,7 +42,10 @@ def interpreter_is_set_up(llm: Any) -> bool:
 
 
 def draws(llm: Any) -> list[tuple[list[int], list[int]]]:
-    """The tokens that vLLM's sampling kernel draws under the interpreter, and those of what stands in for it."""
+    """The tokens that vLLM's sampling kernel draws under the interpreter, and those of what stands in for it.
+
+    For drafting it keeps what it draws from, too, which is appended to the tokens.
+    """
     from vllm.v1.worker.gpu.sample import gumbel
 
     generator = torch.Generator().manual_seed(0)
@@ -57,6 +60,14 @@ def draws(llm: Any) -> list[tuple[list[int], list[int]]]:
         for apply_temperature in (True, False):
             asked = (logits, slots, temperature, seed, positions, apply_temperature, False)
             both.append((gumbel.interpreted_gumbel_sample(*asked).tolist(), gumbel.gumbel_sample(*asked).tolist()))
+        kept = []
+        unique = torch.where(torch.arange(40) < 6, torch.arange(40), -1)  # one row for each slot
+        for draw in (gumbel.interpreted_gumbel_sample, gumbel.gumbel_sample):
+            cache = torch.zeros(6, 3, vocabulary)
+            column = {"logits_cache": cache, "logits_cache_col": torch.tensor(1)}
+            tokens = draw(logits, unique, temperature, seed, positions, True, True, **column)
+            kept.append([*tokens.tolist(), *cache.flatten().tolist()])
+        both.append((kept[0], kept[1]))
     return both
 
 

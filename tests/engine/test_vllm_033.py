@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.common import GREEDY, PROMPTS, SEEDED, Counters, Forecast, assert_same, forecast, script
+from tests.support import natives
 from tests.support.engine import EngineWorker, Result
 from tests.support.hosts import host_tree
 
@@ -69,6 +70,17 @@ def test_scripted(newer: EngineWorker, tiny_model: Path, known: list[Result], mo
 def test_ngram(newer: EngineWorker, tiny_model: Path, known: list[Result]) -> None:
     counters = check(newer, tiny_model, known, NGRAM, [{}] * len(BATCH))
     assert 0 < counters.accepted < counters.draft_tokens
+
+
+@pytest.mark.parametrize("proposer", ["draft_model", "eagle"])
+def test_native_drafters(
+    newer: EngineWorker, tiny_model: Path, known: list[Result], pytestconfig: pytest.Config, proposer: str
+) -> None:
+    """The target as its own draft model is right nearly always, a random EAGLE head hardly ever."""
+    model = tiny_model if proposer == "draft_model" else natives.eagle(pytestconfig.cache.mkdir("tiny"))
+    spec = {"proposer": proposer, "num_speculative_tokens": K, "model": str(model)}
+    counters = check(newer, tiny_model, known, spec, [{}] * len(BATCH))
+    assert (counters.accepted > NUM_TOKENS) == (proposer == "draft_model")
 
 
 def test_log_probabilities(newer: EngineWorker, tiny_model: Path, known: list[Result]) -> None:

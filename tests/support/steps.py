@@ -47,6 +47,7 @@ def step(
     k: int = 4,
     limits: Sequence[int] | None = None,
     requests: dict[str, Request] | None = None,
+    hidden_size: int = 16,
 ) -> Step:
     """A step over requests by id: all their known tokens, and how many of them are new (1 unless said)."""
     rows = [requests[name] if requests else Request(name) for name in known]
@@ -62,4 +63,11 @@ def step(
         limits=np.full(len(rows), k, dtype=np.int64) if limits is None else np.asarray(limits, dtype=np.int64),
         history=Tokens(list(known.values())),
         noise=DraftNoise(0, rows, lengths),
+        hidden_states=torch.stack([state_after(row, hidden_size) for row in tokens]) if tokens else None,
     )
+
+
+def state_after(tokens: Sequence[int] | NDArray[np.int32], hidden_size: int = 16) -> torch.Tensor:
+    """`[hidden]`: the last hidden state of a made-up target, by its last two tokens and how many there are."""
+    generator = torch.Generator().manual_seed(hash((len(tokens), *map(int, tokens[-2:]))) & 0x7FFF_FFFF)
+    return torch.randn(hidden_size, generator=generator)

@@ -38,6 +38,7 @@ class Server:
 
         _spare_the_collector()
         _rebind_kernels_once()
+        _look_at_models_in_this_process()
         return {"vllm": vllm.__version__, "pid": os.getpid(), "import_seconds": time.perf_counter() - began}
 
     def open(self, engine_args: dict[str, Any], force_async: bool) -> None:
@@ -137,6 +138,13 @@ def _rebind_kernels_once() -> None:
 
     stock = CpuPlatform.register_triton_kernel_overrides
     CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(stock))
+
+
+def _look_at_models_in_this_process() -> None:
+    """vLLM imports each kind of model in a process of its own first, lest that touches a GPU: ten seconds for every kind."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 def _sampling_params(fields: dict[str, Any]) -> Any:

@@ -16,7 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm_specplugin"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MAY_IMPORT_VLLM_IN_FUNCTIONS = {"vllm_specplugin.demo.engine", "vllm_specplugin.train.distill_engine", "vllm_specplugin.validate.engine"}
+MAY_IMPORT_VLLM_IN_FUNCTIONS = {
+    "vllm_specplugin.demo.engine",
+    "vllm_specplugin.train.distill_engine",
+    "vllm_specplugin.train.evaluate_engine",
+    "vllm_specplugin.validate.engine",
+}
 """What runs in a process of its own, and so is no part of the import graph."""
 
 GROUND = {"errors", "types"}

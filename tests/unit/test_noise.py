@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from hashlib import blake2b
+from itertools import combinations, pairwise
 
 import numpy as np
 import torch
+from scipy import stats
 
 from vllm_specplugin import Request
 from vllm_specplugin.noise import DraftNoise
@@ -53,6 +55,53 @@ def test_the_hosts_generators_are_not_touched() -> None:
     noise(Request("a", seed=3)).generator(0).random(100)
     assert torch.equal(torch.get_rng_state(), before)
     assert (np.random.get_state()[1] == state).all()
+
+
+def splitmix64(state: int, count: int) -> list[float]:
+    """The generator as its authors publish it, one number after the other."""
+    mask, numbers = (1 << 64) - 1, []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+        numbers.append(((mixed ^ (mixed >> 31)) >> 11) * 2.0**-53)
+    return numbers
+
+
+def test_uniforms_are_splitmix64_from_a_hash_of_the_pass() -> None:
+    rows = noise(Request("a", seed=7), Request("b", arrival=3), positions=[10, 2**31], seed=5)
+    numbers = rows.uniforms(6)
+    assert numbers.shape == (2, 6)
+    for row, name in enumerate(("seed:7|10", "5:3|2147483648")):
+        seed = int.from_bytes(blake2b(name.encode(), digest_size=8, person=b"specplugin-unif").digest(), "little")
+        assert numbers[row].tolist() == splitmix64(seed, 6)
+
+
+def test_uniforms_are_named_as_the_generators_are() -> None:
+    """By who owns the request and the pass; not by the batch, nor by how many drafts are wanted."""
+    alone = noise(Request("a", seed=7)).uniforms(4)[0].tolist()
+    assert noise(Request("b", seed=8), Request("z", seed=7)).uniforms(4)[1].tolist() == alone
+    assert noise(Request("b", seed=8), Request("z", seed=7)).select([1]).uniforms(4)[0].tolist() == alone
+    assert noise(Request("a", seed=7)).uniforms(2)[0].tolist() == alone[:2]
+    others = [
+        noise(Request("a", seed=7), positions=[11]),
+        noise(Request("a", seed=8)),
+        noise(Request("a")),
+        noise(Request("a"), seed=1),
+        noise(Request("a", arrival=0)),
+    ]
+    drawn = [*alone, *(number for other in others for number in other.uniforms(4)[0].tolist())]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_uniforms_are_uniform_and_uncorrelated() -> None:
+    request = Request("a", seed=1)
+    numbers = np.concatenate([noise(request, positions=[place]).uniforms(5) for place in range(4000)])
+    counts = np.histogram(numbers, bins=64, range=(0, 1))[0]
+    assert stats.chisquare(counts).pvalue > 1e-3
+    limit = 4 / np.sqrt(len(numbers))  # four standard deviations
+    for first, second in [*combinations(numbers.T, 2), (numbers[:-1, 1], numbers[1:, 0]), (numbers[:-1, 0], numbers[1:, 0])]:
+        assert abs(np.corrcoef(first, second)[0, 1]) < limit
 
 
 def test_select_keeps_each_rows_stream() -> None:

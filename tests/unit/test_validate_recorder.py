@@ -218,8 +218,7 @@ class V1Runner:
         self.input_batch = SimpleNamespace(req_ids=["a", "b"])
         self.requests = {name: SimpleNamespace(prompt_token_ids=[0, 1]) for name in "ab"}
         self.discard_request_mask = SimpleNamespace(np=np.zeros(8, dtype=bool))
-        self.drafter = SimpleNamespace()
-        self.rejection_sampler = Verification(self)
+        self.rejection_sampler: Any = Verification(self)
         self.says = torch.tensor([[3, 2, -1], [1, -1, -1]], dtype=torch.int32)
         self.stock_probs: torch.Tensor | None = None
 
@@ -280,8 +279,8 @@ def test_v1_probabilities_of_stock_drafters_and_of_the_plugins() -> None:
     close(taken(extended).p_draft, [0.3, 0.15, 0.05 + 0.2, NAN])  # the last but one by the third row of probabilities
     ours = V1Runner()
     resolved = SimpleNamespace(verifier_name="token")
-    ours.drafter = SimpleNamespace(
-        runtime=SimpleNamespace(drafted={"a": q}, resolved=resolved, verifier=SimpleNamespace(lossless=False))
+    ours.rejection_sampler.runtime = SimpleNamespace(
+        drafted={"a": q}, resolved=resolved, verifier=SimpleNamespace(lossless=False)
     )
     extended, facts = worker(ours)
     assert facts == {"model_runner": "V1", "verifier": "token", "lossless": False}
@@ -351,7 +350,6 @@ class V2Runner:
 
         self.sampler: Any = Sampler()
         self.rejection_sampler: Any = Sampler()
-        self.speculator: Any = SimpleNamespace()
         self.req_states = SimpleNamespace(
             all_token_ids=SimpleNamespace(gpu=torch.tensor([[0, 0, 0], [0, 1, 3], [2, 2, 2]])),
             prompt_len=SimpleNamespace(np=np.array([0, 2, 1])),
@@ -413,7 +411,7 @@ def test_v2_drafts_that_do_not_count(how: str) -> None:
     runner = V2Runner([[3, 2, 0], [1, 0, 0]], [2, 1])
     void = None
     if how == "lengths":
-        runner.speculator.draft_lengths = torch.tensor([0, 0, 1])
+        runner.rejection_sampler.draft_lengths = torch.tensor([0, 0, 1])
     else:
         void = torch.tensor([False, False, True, False])
     extended, _ = worker(runner)

@@ -118,7 +118,7 @@ class MedusaHeads(nn.Module):
             states = block(states)
         if self.scale is not None:
             states = states * self.scale
-        return states.expand(-1, self.config.num_heads, -1)
+        return states
 
     def logits(self, states: torch.Tensor, target_output: TargetOutput | None = None) -> torch.Tensor:
         """States `[n, heads, hidden]` -> logits `[n, heads, draft_vocab]`; `target_output` is read where `output` is 'target'."""

@@ -37,6 +37,8 @@ class Proposer(ABC, Generic[OptionsT]):
     capabilities: ClassVar[Capabilities] = Capabilities()
     default_num_speculative_tokens: ClassVar[int] = 5
     """k where the configuration does not say."""
+    host_keys: ClassVar[frozenset[str] | None] = None
+    """Which of the host's own keys for draft checkpoints one of ours heeds; None: nobody says that any has no effect."""
 
     def __init__(self, host: Host, options: OptionsT) -> None:
         self.host = host

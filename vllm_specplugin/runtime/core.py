@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,11 +16,13 @@ from vllm.logger import init_logger
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.guard import CheckedDrafts, Guard
 from vllm_specplugin.noise import DraftNoise, owner_of
+from vllm_specplugin.proposers.native import NativeProposer
 from vllm_specplugin.request_args import draft_limit, read
 from vllm_specplugin.runtime.judging import Drafted
+from vllm_specplugin.runtime.layers import VllmLayers
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig, host_of
 from vllm_specplugin.scorers.uniforms import key_of
-from vllm_specplugin.types import Capabilities, History, Request, Step, Verdict
+from vllm_specplugin.types import Capabilities, History, NativeDrafter, Request, Step, Verdict
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,7 +42,9 @@ class Runtime:
         assert isinstance(spec, PluginSpeculativeConfig)
         self.resolved = spec.resolve()
         self.k: int = spec.num_speculative_tokens
-        self.host = host_of(vllm_config, self.resolved, runner, str(device), get_tensor_model_parallel_rank())
+        host = host_of(vllm_config, self.resolved, runner, str(device), get_tensor_model_parallel_rank())
+        eager = self.resolved.config.host.get("enforce_eager", vllm_config.model_config.enforce_eager)
+        self.host = replace(host, layers=VllmLayers(device, eager))
         self._model_config = vllm_config.model_config
         proposer = self.resolved.proposer(self.host, self.resolved.options)
         self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
@@ -58,6 +63,13 @@ class Runtime:
     @property
     def wants_verdicts(self) -> bool:
         return self.guard.wants_verdicts
+
+    @property
+    def hands_native_drafts_on(self) -> bool:
+        """The proposer takes the host's drafts as they are, so that nobody need wait for what the host does not know yet."""
+        guard = self.guard
+        passes_on = type(guard.proposer).propose is NativeProposer.propose
+        return passes_on and not guard.wants_verdicts and not guard.switched_off
 
     @property
     def max_model_len(self) -> int:
@@ -142,6 +154,7 @@ class Runtime:
         history: History,
         hidden_states: torch.Tensor | None = None,
         aux_hidden_states: torch.Tensor | None = None,
+        native: NativeDrafter | None = None,
     ) -> CheckedDrafts:
         """One step's drafts, checked.
 
@@ -154,13 +167,13 @@ class Runtime:
             history: the rows' tokens.
             hidden_states: `[rows, hidden]`, where the proposer asks for them.
             aux_hidden_states: `[rows, layers * hidden]`, likewise.
+            native: the host's own drafter, where the proposer works with one.
         """
         # A pass over d drafts can emit d + 1 tokens, and none may lie at or beyond max_model_len.
         room = self.max_model_len - 1 - lengths
-        wanted = [k if request.max_draft_tokens is None else min(request.max_draft_tokens, k) for request in requests]
-        limits = np.where(committed_counts > 0, np.clip(room, 0, np.array(wanted, dtype=np.int64)), 0)
+        limits = np.minimum(np.maximum(room, 0), self.wanted(requests, k)) * (committed_counts > 0)
         offsets = np.zeros(len(requests) + 1, dtype=np.int64)
-        np.cumsum(committed_counts, out=offsets[1:])
+        committed_counts.cumsum(out=offsets[1:])
         step = Step(
             requests=requests,
             k=k,
@@ -172,12 +185,18 @@ class Runtime:
             noise=DraftNoise(self.host.seed, requests, lengths),
             hidden_states=hidden_states,
             aux_hidden_states=aux_hidden_states,
+            native=native,
         )
         checked = self.guard.propose(step)
         self.drafted.keep(step.request_ids, checked)
         if self.wants_verdicts:
             self._drafted.update(zip(step.request_ids, checked.lengths.tolist(), strict=True))
         return checked
+
+    @staticmethod
+    def wanted(requests: Sequence[Request], k: int) -> NDArray[np.int64]:
+        """`[rows]`: the most drafts that each request asks for, of at most k."""
+        return np.array([k if request.max_draft_tokens is None else min(request.max_draft_tokens, k) for request in requests])
 
     def observe(self, requests: Sequence[Request], tested: NDArray[np.int64], rows: Sequence[Sequence[int]]) -> None:
         """Tell the proposer what became of its drafts.

@@ -43,6 +43,8 @@ class Engine:
     max_num_batched_tokens: int | None = None
     host: Host | None = None
     """What a proposer would be told; None as above, or where the configuration is not ours."""
+    native_kv_bytes: int | None = None
+    """What vLLM's own drafter keeps for each token in the KV cache, on one rank; None where none of its drafters is used."""
 
 
 def describe(model: str | None, speculative_config: Mapping[str, Any] | None, flags: Mapping[str, Any]) -> Engine:
@@ -140,7 +142,19 @@ def _from_config(config: Any, flags: Mapping[str, Any]) -> Engine:
         scheduling_why=_scheduling_why(config, runner, tokens, flags.get("async_scheduling")),
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         host=host,
+        native_kv_bytes=_native_kv_bytes(config) if ours and spec.native is not None else None,
     )
+
+
+def _native_kv_bytes(config: Any) -> int:
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    spec, draft = config.speculative_config, config.speculative_config.draft_model_config
+    kept = spec.kv_cache_dtype or config.cache_config.cache_dtype
+    layers = getattr(draft.hf_config, "n_predict", None) if spec.native == "mtp" else draft.get_total_num_hidden_layers()
+    vectors = 1 if draft.use_mla else 2 * draft.get_num_kv_heads(spec.draft_parallel_config)
+    size: int = (layers or 1) * vectors * draft.get_head_size() * kv_cache_dtype_str_to_dtype(kept, draft).itemsize
+    return size
 
 
 def _guessed_runner() -> tuple[Runner, str]:

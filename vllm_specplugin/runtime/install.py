@@ -135,7 +135,7 @@ def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
     if scheduler.async_scheduling is None and (spec.runner == "v1" or spec.resolve().proposer.capabilities.tokens == "host"):
         # A drafter on the host waits for the sampled tokens anyhow, and may draft fewer than k when the scheduler is told.
         scheduler.async_scheduling = False
-    if scheduler.async_scheduling is False:
+    if scheduler.async_scheduling is False or spec.native is not None:
         return stock(self)
     # vLLM 0.32 allows asynchronous scheduling by method name, on V2 as on V1; 0.33 on V1 only.
     name, spec.method = spec.method, "ngram_gpu"
@@ -190,7 +190,8 @@ def _on_v2_runner(module: Any) -> None:
 
 
 def _init_speculator(stock: Wrapper, vllm_config: Any, device: Any, req_states: Any) -> Any:
-    if _ours(vllm_config) is None:
+    spec = _ours(vllm_config)
+    if spec is None or spec.native is not None:  # a speculator of vLLM's is overlaid once its runner is built
         return stock(vllm_config, device, req_states)
     from vllm_specplugin.runtime import v2
 

@@ -163,12 +163,21 @@ class Drafted:
 
     def keep(self, request_ids: Sequence[str], drafts: CheckedDrafts) -> None:
         """Remember what one step's drafts, one row for each request, were drawn from; it replaces what was known before."""
+        if drafts.probabilities is None and not (drafts.unreliable or self._of or self._unknown):
+            return
         for row, (request_id, length) in enumerate(zip(request_ids, drafts.lengths.tolist(), strict=True)):
             self.drop(request_id)
             if row in drafts.unreliable:
                 self._unknown.add(request_id)
             elif drafts.probabilities is not None and length > 0:
                 self._of[request_id] = (drafts.probabilities, row)
+
+    def keep_all(self, request_ids: Sequence[str], probabilities: torch.Tensor | None) -> None:
+        """The same where all rows were drawn from what is given, `[rows, k, vocab]`, or all without chance."""
+        for row, request_id in enumerate(request_ids):
+            self.drop(request_id)
+            if probabilities is not None:
+                self._of[request_id] = (probabilities, row)
 
     def get(self, request_id: str) -> torch.Tensor | None:
         """`[k, vocab]` float32, what a request's drafts were drawn from; None where they were chosen without chance."""

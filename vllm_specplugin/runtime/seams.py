@@ -68,6 +68,25 @@ SEAMS: tuple[Seam, ...] = (
         "SpeculativeConfig.__post_init__",
         "carry the keys to the workers",
     ),
+    *(
+        Seam("drafting method", "reads", "config/speculative.py", f"SpeculativeConfig.{field}", "configure vLLM's own drafters")
+        for field in ("method", "model", "draft_sample_method", "draft_model_config", "draft_tensor_parallel_size")
+    ),
+    Seam(
+        "MTP layers",
+        "calls",
+        "config/speculative.py",
+        "SpeculativeConfig.hf_config_override",
+        "know a target's layers for multi-token prediction",
+        ("hf_config",),
+    ),
+    Seam(
+        "draft vocabulary",
+        "reads",
+        "model_executor/models/llama_eagle3.py",
+        "Eagle3LlamaForCausalLM.draft_id_to_target_id",
+        "refuse a map that leads outside the target's vocabulary",
+    ),
     Seam("scheduling", "replaces", "config/vllm.py", "VllmConfig.__post_init__", "synchronous or asynchronous scheduling"),
     Seam("runner choice", "reads", "config/vllm.py", "VllmConfig.use_v2_model_runner", "know the runner"),
     Seam(
@@ -125,6 +144,36 @@ SEAMS: tuple[Seam, ...] = (
         "create_custom_proposer",
         "be built",
         "vllm_config",
+    ),
+    _v1(
+        "V1 native drafter",
+        "replaces",
+        "v1/spec_decode/llm_base_proposer.py",
+        "SpecDecodeBaseProposer.load_model",
+        "load the proposer after it (on the drafter object)",
+        "self",
+        "target_model",
+    ),
+    _v1(
+        "V1 native drafter",
+        "calls",
+        "v1/spec_decode/llm_base_proposer.py",
+        "SpecDecodeBaseProposer.dummy_run",
+        "keep step with other data-parallel ranks",
+        "self",
+        "num_tokens",
+    ),
+    *(
+        _v1("V1 native drafter", "reads", "v1/spec_decode/llm_base_proposer.py", f"SpecDecodeBaseProposer.{field}", purpose)
+        for field, purpose in (("model", "check its vocabulary"), ("max_model_len", "know how far it can go"))
+    ),
+    *(
+        _v1("V1 native drafts", "reads", _V1, f"GPUModelRunner.{field}", purpose)
+        for field, purpose in (
+            ("_draft_probs", "what drafts were drawn from"),
+            ("discard_request_mask", "which requests still read their prompts"),
+            ("effective_drafter_max_model_len", "know how far the drafter can go"),
+        )
     ),
     _v1(
         "V1 sampler",
@@ -234,6 +283,37 @@ SEAMS: tuple[Seam, ...] = (
         "self",
         "target_model",
         "target_attn_layer_names",
+    ),
+    *(
+        _v2(
+            "V2 native drafters",
+            "replaces",
+            f"{_V2_SPEC}{path}/speculator.py",
+            f"{speculator}.propose",
+            "hand the drafts to the proposer (on the speculator object)",
+            *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
+            *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),
+            *("dummy_run", "num_speculative_tokens"),
+        )
+        for path, speculator in (
+            ("target_dependent_ar", "TargetDependentARSpeculator"),
+            ("standalone_ar", "StandaloneARSpeculator"),
+            ("multi_module_mtp", "MultiModuleMTPSpeculator"),
+        )
+    ),
+    _v2(
+        "V2 native drafts",
+        "reads",
+        _V2_SPEC + "speculator.py",
+        "DraftModelSpeculator.draft_logits",
+        "what drafts were drawn from",
+    ),
+    _v2(
+        "V2 native noise",
+        "reads",
+        _V2_SPEC + "speculator.py",
+        "DraftModelSpeculator.seeds",
+        "a key for each pass instead of one for each place",
     ),
     _v2(
         "V2 model state",

@@ -1,12 +1,15 @@
 """vLLM's speculative configuration with the plugin's keys in it.
 
 A subclass of vLLM's own class travels wherever that class travels: through pickling, spawned processes, Ray, and
-`dataclasses.replace`. It says `custom_class`, vLLM's one sanctioned door for a drafter from outside; what vLLM keys on
-method names therefore treats it as a drafter without a KV cache of its own.
+`dataclasses.replace`. For a proposer of our own it says `custom_class`, vLLM's one sanctioned door for a drafter from outside;
+what vLLM keys on method names therefore treats it as a drafter without a KV cache. For a proposer that drafts with one of
+vLLM's methods it says that method's name and lets vLLM read the checkpoint, so that all which hangs on the name is as in stock:
+KV cache groups, lookahead slots, what prefix caching holds back, auxiliary hidden states, asynchronous scheduling.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -18,7 +21,8 @@ from vllm.config.utils import config
 
 from vllm_specplugin.config import ResolvedConfig, SpecConfig, normalised_keys, resolve
 from vllm_specplugin.errors import ConfigError
-from vllm_specplugin.types import Host
+from vllm_specplugin.runtime.inspect import reason
+from vllm_specplugin.types import Host, Target
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,17 +39,23 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     """The user's keys, as `SpecConfig.dump` gives them."""
     runner: str | None = None
     """'v1' or 'v2', once vLLM has decided."""
+    native: str | None = None
+    """vLLM's own method that drafts; None for a proposer of our own."""
 
     def __post_init__(self) -> None:
-        self.method = "custom_class"
-        self.model = DRAFTER_PATH
+        if self.native is None:
+            self.method = "custom_class"
+            self.model = DRAFTER_PATH
         super().__post_init__()
         # vLLM sets 0 here, which its own validation refuses when `dataclasses.replace` makes a copy.
         self.prompt_lookup_max = self.prompt_lookup_min = None
+        if self.native is not None and self.method != self.native:
+            # For draft_model and mtp vLLM goes by what the path or the checkpoint's config looks like.
+            raise ValueError(f"'model' is {self.model!r}, which vLLM takes for {self.method!r} and not for {self.native!r}")
 
     def resolve(self) -> ResolvedConfig:
         """The classes behind the names."""
-        return resolve(SpecConfig.parse(self.plugin))
+        return resolve(SpecConfig.parse({**self.plugin, "num_speculative_tokens": self.num_speculative_tokens}))
 
     def compute_hash(self) -> str:
         # The compiled graph of the target depends on k and not on the drafter, but a cached artefact must not outlive a
@@ -82,13 +92,52 @@ def create(
             raise ConfigError(f"'{key}' is given both by its own flag ({value!r}) and in --speculative-config ({keys[key]!r}).")
         keys[key] = value
     parsed = SpecConfig.parse(keys)
-    resolved = resolve(parsed)
-    return PluginSpeculativeConfig(
-        plugin=parsed.dump(),
-        num_speculative_tokens=resolved.num_speculative_tokens,
-        target_model_config=target_model_config,
-        target_parallel_config=target_parallel_config,
+    resolved = resolve(parsed, target_of(target_model_config))
+    try:
+        return PluginSpeculativeConfig(
+            plugin=parsed.dump(),
+            num_speculative_tokens=resolved.num_speculative_tokens,
+            target_model_config=target_model_config,
+            target_parallel_config=target_parallel_config,
+            **_native_fields(resolved),
+        )
+    except (OSError, ValueError) as error:
+        if resolved.proposer.capabilities.native is None:
+            raise
+        raise ConfigError(f"vLLM refuses the proposer {parsed.proposer!r} with this target: {reason(error)}") from error
+
+
+def _native_fields(resolved: ResolvedConfig) -> dict[str, Any]:
+    """What vLLM's class is told of a proposer that drafts with one of vLLM's methods."""
+    native = resolved.proposer.capabilities.native
+    if native is None:
+        return {}
+    config = resolved.config
+    drawing = {"draft_sample_method": config.draft_sampling}
+    return {"native": native, "method": native, "model": config.model, **drawing, **config.host}
+
+
+def target_of(model: ModelConfig) -> Target:
+    """What heads and draft checkpoints are held against."""
+    config = model.hf_text_config
+    return Target(
+        model=model.model,
+        model_type=str(getattr(config, "model_type", "")),
+        hidden_size=model.get_hidden_size(),
+        vocab_size=model.get_vocab_size(),
+        num_hidden_layers=model.get_total_num_hidden_layers(),
+        num_mtp_layers=_num_mtp_layers(model.hf_config),
     )
+
+
+def _num_mtp_layers(config: Any) -> int:
+    """As vLLM counts them, which knows each family's own name for their number."""
+    if not getattr(config, "architectures", None):
+        return 0
+    try:
+        return getattr(SpeculativeConfig.hf_config_override(copy.deepcopy(config)), "n_predict", None) or 0
+    except ValueError:  # a family with such layers, in a checkpoint without
+        return 0
 
 
 def host_of(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = init_logger("vllm.specplugin")
+
+PENALTIES = ("frequency_penalties", "presence_penalties", "repetition_penalties")
 
 
 def _logits_processors(runner: GPUModelRunner, max_rows: int) -> LogitsProcessors:
@@ -89,7 +92,7 @@ class Verification(torch.nn.Module):
         draft_ids = layout.pad_drafts(metadata.draft_token_ids)  # [requests, longest]
         self.final_draw.step = step = self._judged(layout, draft_ids)
         sampled = self.sampler(logits=logits, sampling_metadata=rows)
-        target_ids = sampled.sampled_token_ids.view(-1)[layout.row_at]  # [requests, longest + 1]
+        target_ids = layout.by_position(sampled.sampled_token_ids.view(-1))  # [requests, longest + 1]
         verdict = self.judge.walk(target_ids, draft_ids.to(target_ids.dtype), layout.lengths)
         verdict = self.judge.merge(verdict, None if step is None else step.judged, None if step is None else step.verdict)
         if isinstance(rows.generators, _RowGenerators):
@@ -112,22 +115,19 @@ class Verification(torch.nn.Module):
         return _JudgedStep(judged, layout, draft_ids, known, layout.rows_of(drawn))
 
     def _as_requests(self, layout: _Layout, metadata: SpecDecodeMetadata, requests: SamplingMetadata) -> SamplingMetadata:
-        index = layout.request_of_row_on_device
         needs_output = bool(requests.bad_words_token_ids) or not requests.no_penalties
         processors = self.processors.select(self.runner, layout, metadata)
         drafts = layout.split(metadata.draft_token_ids.tolist()) if needs_output else []
         return replace(
             requests,
-            temperature=_repeat(requests.temperature, index),
-            top_p=_repeat(requests.top_p, index),
-            top_k=_repeat(requests.top_k, index),
+            temperature=layout.repeat(requests.temperature),
+            top_p=layout.repeat(requests.top_p),
+            top_k=layout.repeat(requests.top_k),
             generators=_RowGenerators(layout, requests.generators) if requests.generators else {},
-            prompt_token_ids=_repeat(requests.prompt_token_ids, index),
-            frequency_penalties=requests.frequency_penalties if requests.no_penalties else requests.frequency_penalties[index],
-            presence_penalties=requests.presence_penalties if requests.no_penalties else requests.presence_penalties[index],
-            repetition_penalties=requests.repetition_penalties if requests.no_penalties else requests.repetition_penalties[index],
+            prompt_token_ids=layout.repeat(requests.prompt_token_ids),
+            **{name: layout.repeat(getattr(requests, name)) for name in PENALTIES if not requests.no_penalties},
             output_token_ids=layout.outputs(requests.output_token_ids, drafts) if needs_output else [],
-            allowed_token_ids_mask=_repeat(requests.allowed_token_ids_mask, index),
+            allowed_token_ids_mask=layout.repeat(requests.allowed_token_ids_mask),
             bad_words_token_ids=layout.by_row(requests.bad_words_token_ids),
             logitsprocs=processors,
             logprob_token_ids=layout.by_row(requests.logprob_token_ids) if requests.logprob_token_ids else None,
@@ -195,27 +195,53 @@ class _Layout:
 
     def __init__(self, drafts: NDArray[np.int64], device: torch.device) -> None:
         self.drafts = drafts
-        owned = drafts + 1
-        longest = int(drafts.max(initial=0))
-        self.first_row = np.cumsum(owned) - owned
-        self.request_of_row = np.repeat(np.arange(len(drafts)), owned)
-        position = np.minimum(np.arange(longest + 1), drafts[:, None])
-        self.row_at = torch.from_numpy(self.first_row[:, None] + position).to(device)
-        """`[requests, longest + 1]`: the row of a request's position, its last row where it has fewer."""
-        self.request_of_row_on_device = torch.from_numpy(self.request_of_row).to(device)
+        self.device = device
+        self.longest = int(drafts.max(initial=0))
+        self.even = int(drafts.min(initial=self.longest)) == self.longest
+        """All requests have as many drafts, as they mostly do: rows and places are then the same thing, in another shape."""
         self.lengths = torch.from_numpy(drafts).to(device)
+
+    @cached_property
+    def first_row(self) -> NDArray[np.int64]:
+        """`[requests]`"""
+        owned = self.drafts + 1
+        return np.cumsum(owned) - owned
+
+    @cached_property
+    def request_of_row(self) -> NDArray[np.int64]:
+        """`[rows]`"""
+        return np.repeat(np.arange(len(self.drafts)), self.drafts + 1)
+
+    @cached_property
+    def request_of_row_on_device(self) -> torch.Tensor:
+        return torch.from_numpy(self.request_of_row).to(self.device)
+
+    @cached_property
+    def row_at(self) -> torch.Tensor:
+        """`[requests, longest + 1]`: the row of a request's position, its last row where it has fewer."""
+        position = np.minimum(np.arange(self.longest + 1), self.drafts[:, None])
+        return torch.from_numpy(self.first_row[:, None] + position).to(self.device)
 
     def rows_of(self, requests: Sequence[int]) -> NDArray[np.int64]:
         """The rows of some requests."""
         return np.flatnonzero(np.isin(self.request_of_row, requests))
 
+    def repeat(self, of_requests: torch.Tensor | None) -> torch.Tensor | None:
+        """`[requests, ...]` to `[rows, ...]`."""
+        return None if of_requests is None else of_requests[self.request_of_row_on_device]
+
+    def by_position(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """`[rows]` to `[requests, longest + 1]`, the last row's value again where a request has fewer."""
+        if self.even:
+            return of_rows.view(len(self.drafts), self.longest + 1)
+        return of_rows[self.row_at]
+
     def pad_drafts(self, flat: torch.Tensor) -> torch.Tensor:
         """`[drafts in all]` to `[requests, longest]`; what lies past a request's drafts is not meant to be read."""
-        longest = self.row_at.shape[1] - 1
-        if flat.numel() == 0:
-            return flat.new_zeros((len(self.drafts), longest))
+        if self.even:
+            return flat.view(len(self.drafts), self.longest)
         first = np.cumsum(self.drafts) - self.drafts
-        index = np.minimum(first[:, None] + np.arange(longest), flat.numel() - 1)
+        index = np.minimum(first[:, None] + np.arange(self.longest), flat.numel() - 1)
         return flat[torch.from_numpy(index).to(flat.device)]
 
     def split(self, flat: list[int]) -> list[list[int]]:
@@ -316,10 +342,6 @@ class _RowProcessors:
             processor.update_state(update)
         self._rows = rows
         return self.processors if added else LogitsProcessors()
-
-
-def _repeat(tensor: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
-    return None if tensor is None else tensor[index]
 
 
 def _select(logprobs: LogprobsTensors, row_at: torch.Tensor) -> LogprobsTensors:

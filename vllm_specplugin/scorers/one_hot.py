@@ -42,6 +42,6 @@ def walk(target_ids: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tenso
     k = draft_ids.shape[1]
     position = torch.arange(k + 1, device=target_ids.device)  # [k + 1]
     agrees = (target_ids[:, :k] == draft_ids) & (position[:k] < lengths[:, None])  # [rows, k]
-    accepted = agrees.long().cumprod(dim=1).sum(dim=1)  # [rows]
+    accepted = agrees.cumprod(dim=1).sum(dim=1)  # [rows]
     token_ids = target_ids.masked_fill(position > accepted[:, None], -1)  # [rows, k + 1]
     return Verdict(accepted=accepted, token_ids=token_ids, tested=lengths)

@@ -16,6 +16,8 @@ from vllm_specplugin.types import Use
 _GAMMA = -0x61C8864680B583EB  # 0x9e3779b97f4a7c15 as a signed number: PyTorch multiplies int64, and wraps as unsigned would
 _FIRST = -0x40A7B892E31B1A47  # 0xbf58476d1ce4e5b9
 _SECOND = -0x6B2FB644ECCEEE15  # 0x94d049bb133111eb
+_DRAFTING = int.from_bytes(b"drafting", "little", signed=True)
+"""Sets the keys of `pass_keys` apart from those that a host may make of the same seeds."""
 
 
 def key_of(owner: str) -> int:
@@ -43,6 +45,19 @@ def uniforms(keys: torch.Tensor, passes: torch.Tensor, k: int) -> torch.Tensor:
     # Two small numbers in one part of the key: positions are below 2^32.
     bits = _mix(of_pass[:, None, None] + (position[:, None] << 8) + use + 1)
     return _shifted(bits, 11).double().mul_(2.0**-53)
+
+
+def pass_keys(keys: torch.Tensor, passes: torch.Tensor) -> torch.Tensor:
+    """A key for each pass of each request, for noise that somebody else makes of it.
+
+    Args:
+        keys: `[slots]` int64, the requests' own (their seeds).
+        passes: `[slots]` integers, what tells this pass of a request from every other: the number of tokens known before it.
+
+    Returns:
+        `[slots]` int64.
+    """
+    return _mix(_mix(keys.long() + _DRAFTING) + passes)
 
 
 def _mix(value: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,7 @@ class V1Watch:
             return self._sample(logits, spec_decode_metadata)
         raw = logits.clone()  # samplers change logits in place
         ids: list[str] = list(self._runner.input_batch.req_ids)
-        drawn = _drawn_from(getattr(self._runner, "drafter", None), ids)
+        drawn = _drawn_from(getattr(self._runner, "rejection_sampler", None), ids)
         output = self._sample(logits, spec_decode_metadata)
         self._recorder.add(self._step(ids, raw, spec_decode_metadata, output, drawn), self._prompts(ids))
         return output
@@ -182,7 +182,7 @@ class V2Watch:
         draft_ids = _padded(inputs, first + 1, drafts)
         draft_logits, void = (*more, None, None)[:2]
         drafts = np.minimum(_valid(draft_ids, drafts, raw.shape[1]), self._meant(batch, void, first, drafts))
-        drawn = _drawn_from(self._runner.speculator, ids)
+        drawn = _drawn_from(self._runner.rejection_sampler, ids)
         if draft_logits is not None and drafts.any():
             drawn = self._softmax(draft_logits, batch, drafts) | drawn
         output = stock(logits, batch, *more)
@@ -195,7 +195,7 @@ class V2Watch:
         self, batch: Any, void: torch.Tensor | None, first: NDArray[np.int64], drafts: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """`[requests]`: drafts before the first that only fills up the row, or that a grammar has ruled out."""
-        lengths = getattr(self._runner.speculator, "draft_lengths", None)
+        lengths = getattr(self._runner.rejection_sampler, "draft_lengths", None)
         meant = drafts if lengths is None else np.minimum(drafts, lengths[batch.idx_mapping].cpu().numpy()[: len(drafts)])
         if void is not None:  # [rows], row j + 1 for draft j
             good = _padded(1 - void.cpu().numpy().astype(np.int64), first + 1, drafts) > 0
@@ -243,9 +243,9 @@ def _valid(draft_ids: NDArray[np.int64], drafts: NDArray[np.int64], vocab: int) 
     return np.minimum(drafts, good.cumprod(axis=1).sum(axis=1))
 
 
-def _drawn_from(drafter: Any, ids: Sequence[str]) -> dict[int, torch.Tensor]:
+def _drawn_from(verification: Any, ids: Sequence[str]) -> dict[int, torch.Tensor]:
     """What the plugin's proposer drew each request's drafts from, `[drafts, vocab]`; only requests where it drew at all."""
-    drafted = getattr(getattr(drafter, "runtime", None), "drafted", None)
+    drafted = getattr(getattr(verification, "runtime", None), "drafted", None)
     if drafted is None:
         return {}
     found = {place: drafted.get(name) for place, name in enumerate(ids)}
@@ -262,7 +262,7 @@ class RecorderExtension:
         """Begin to watch, once per engine; returns which runner this is, and who verifies."""
         runner = self.model_runner
         version = 2 if ".gpu.model_runner" in ".".join(kind.__module__ for kind in type(runner).__mro__) else 1
-        runtime = getattr(getattr(runner, "speculator" if version == 2 else "drafter", None), "runtime", None)
+        runtime = getattr(getattr(runner, "rejection_sampler", None), "runtime", None)
         facts = {"model_runner": f"V{version}", "verifier": "", "lossless": True}
         if runtime is not None:
             facts |= {"verifier": runtime.resolved.verifier_name, "lossless": bool(runtime.verifier.lossless)}

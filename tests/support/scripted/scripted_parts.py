@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vllm_specplugin import Capabilities, Drafts, Proposer, SampleVerifier, Step, Verdict, Verifier
+from vllm_specplugin.proposers.draft_model import DraftModelProposer
 
 SEEN: dict[str, Any] = {}
 """What happened, for tests to look at inside the engine's process."""
@@ -128,6 +129,33 @@ class AuxiliaryStateProbe(HiddenStateProbe):
             if len(step.committed(row)):
                 SEEN["aux"].append((request_id, int(step.lengths[row]), step.aux_hidden_states[row].tolist()))
         return super().propose(step)
+
+
+class FailingNative(DraftModelProposer):
+    """Fails in the steps that `SEEN["fail"]` names; in the others the host's drafts are its own.
+
+    It sees to it that what a step says of its requests' tokens holds together from step to step, or fails, too.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._known: dict[str, list[int]] = {}
+
+    def propose(self, step: Step) -> Drafts:
+        SEEN["steps"] += 1
+        for row, request_id in enumerate(step.request_ids):
+            tokens, committed = step.history.host(row).tolist(), step.committed(row).tolist()
+            before = self._known.get(request_id, tokens[: len(tokens) - len(committed)])
+            assert tokens == before + committed == step.history.device(row).tolist()
+            assert len(tokens) == step.lengths[row]
+            self._known[request_id] = tokens
+        if SEEN["steps"] in SEEN.get("fail", ()):
+            raise RuntimeError("told to fail")
+        return super().propose(step)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._known.pop(request_id, None)
 
 
 class SampledProposer(ScriptedProposer):
