@@ -29,7 +29,16 @@ from vllm_specplugin.train.export_mtp import (
 from vllm_specplugin.train.mtp import DepthWeights, FrozenMTP, FrozenParts, JointMTP, MTPObjective
 from vllm_specplugin.train.options import MTPOptions
 from vllm_specplugin.train.progress import Screen
-from vllm_specplugin.train.run import DATA, WEIGHTS, Outcome, check_tokens, require_libraries, train_heads, train_objective
+from vllm_specplugin.train.run import (
+    DATA,
+    WEIGHTS,
+    Outcome,
+    check_tokens,
+    learnt,
+    require_libraries,
+    train_heads,
+    train_objective,
+)
 from vllm_specplugin.train.state import split
 from vllm_specplugin.train.states import examples_digest, token_source
 from vllm_specplugin.train.target import Setting, load_tokenizer, model_folder, most_frequent, weights_identity
@@ -149,8 +158,8 @@ def train_joint(options: MTPOptions, screen: Screen | None = None) -> Outcome:
     check_tokens(examples, int(config["vocab_size"]), options)
     torch.manual_seed(options.seed)  # trunk first, heads after it: with other heads the trunk starts the same
     objective = build_joint(options, load_trunk(folder, options.trunk == "scratch"), config, folder)
-    source = token_source(examples)
     trained, held_out = split(len(examples), options.held_out, options.seed)
+    source = token_source(learnt(examples, trained) if options.learn_prompts else examples)
     return train_objective(
         objective,
         Subset(source, trained),

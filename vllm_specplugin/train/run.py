@@ -61,7 +61,7 @@ def train_heads(options: TrainOptions, build: Callable[[Any, Setting], Objective
     setting = Setting(target.frozen, _counts([examples[i] for i in trained], target.frozen.vocab_size), dtype)
     objective = build(options, setting)
     about = _claim(objective, options, {DATA: examples_digest(examples), WEIGHTS: target.identity()})
-    tokens = token_source(_learnt(examples, trained) if options.learn_prompts else examples)
+    tokens = token_source(learnt(examples, trained) if options.learn_prompts else examples)
     source: Source = tokens
     if objective.states != "none":
         with screen.states() as told:
@@ -157,7 +157,7 @@ def check_tokens(examples: Sequence[Example], vocab_size: int, options: TrainOpt
         )
 
 
-def _learnt(examples: Sequence[Example], trained: Collection[int]) -> list[Example]:
+def learnt(examples: Sequence[Example], trained: Collection[int]) -> list[Example]:
     """The examples as they are learnt from where prompts count, too; those held out stay as serving meets them."""
     chosen = set(trained)
     return [replace(example, answer_from=0) if i in chosen else example for i, example in enumerate(examples)]
