@@ -541,3 +541,9 @@ def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
     assert torch.equal(tensors["turned"], base.T)
     assert dict(tensors.shapes) == {"whole": (3, 4), "row": (4,), "turned": (4, 3)}
     assert len(tensors) == 3
+
+
+def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"a": torch.zeros(2)}, {"model_type": "medusa"}, {})
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]

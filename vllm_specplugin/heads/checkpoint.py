@@ -289,6 +289,8 @@ def save(
     save_file(copies, fresh, metadata=metadata)
     text = json.dumps({**config, PROVENANCE: dict(provenance)}, indent=2, default=str) + "\n"
     (folder / "config.json.tmp").write_text(text, encoding="utf-8")
+    # safetensors lets the owner alone read what it writes, and a server may run as somebody else.
+    fresh.chmod((folder / "config.json.tmp").stat().st_mode)
     # Both are whole before either is put in place, so that an interruption leaves the old checkpoint or the new one.
     fresh.replace(folder / "model.safetensors")
     (folder / "config.json.tmp").replace(folder / "config.json")
