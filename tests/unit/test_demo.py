@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from vllm_specplugin.cli.options import parse_object
 from vllm_specplugin.demo import command, run, table
 from vllm_specplugin.demo.load import NeighbourMeter, machine_ticks, process_ticks
 from vllm_specplugin.demo.measure import (
@@ -256,10 +257,15 @@ def test_missing_prompt_file(tmp_path: Path) -> None:
 # --- the command's own checks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '"ngram"'])
+def test_an_empty_configuration_is_refused() -> None:
+    with pytest.raises(SpecPluginError, match="--speculative-config is empty"):
+        command.demo_command(model="m", speculative_config={})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"ngram"'])
 def test_speculative_config_must_be_an_object(text: str) -> None:
     with pytest.raises(SpecPluginError, match="--speculative-config"):
-        command.parse_config(text)
+        parse_object("--speculative-config", text, "{}")
 
 
 def test_unwritable_outputs_fail_before_anything_runs(tmp_path: Path) -> None:

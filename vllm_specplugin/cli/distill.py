@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from vllm_specplugin.cli.options import parse_object
 from vllm_specplugin.cli.output import console
 from vllm_specplugin.demo.command import check_writable
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.prompt_files import load_prompts
 from vllm_specplugin.train.distill import DistillPlan, distill
-from vllm_specplugin.validate.plan import parse_object
 
 
 def distill_command(

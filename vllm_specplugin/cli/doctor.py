@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_specplugin.cli.diagnosis import Diagnosis, MemoryItem, diagnose
+from vllm_specplugin.cli.options import parse_object
 from vllm_specplugin.cli.output import console, marks, parts_of, print_json
-from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.runtime.seams import Finding
 
 DEFAULT_CONFIG = {"proposer": "ngram"}
@@ -33,7 +33,9 @@ def doctor_command(model: str | None, config_text: str | None, flags: Mapping[st
     Raises:
         SpecPluginError: the command line itself makes no sense (no JSON, no such model).
     """
-    config = DEFAULT_CONFIG if config_text is None else _parse(config_text)
+    config = DEFAULT_CONFIG
+    if config_text is not None:
+        config = parse_object("--speculative-config", config_text, json.dumps(DEFAULT_CONFIG))
     progress = Console(file=sys.stderr)  # the stream of now: while vLLM is asked, sys.stderr is another
     with progress.status("asking vLLM what it would do ...") if progress.is_terminal else progress:
         found = diagnose(model, config, flags)
@@ -44,17 +46,6 @@ def doctor_command(model: str | None, config_text: str | None, flags: Mapping[st
     else:
         _print(console(), found, verbose)
     return 1 if found.reasons else 0
-
-
-def _parse(text: str) -> dict[str, Any]:
-    example = json.dumps(DEFAULT_CONFIG)
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--speculative-config is no JSON ({error}): {text}; write for example '{example}'.") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"--speculative-config is {text}, no JSON object; write for example '{example}'.")
-    return config
 
 
 # -- printing ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_specplugin.cli.options import parse_object
 from vllm_specplugin.cli.output import console
 from vllm_specplugin.config import SpecConfig, names_a_proposer, resolve
 from vllm_specplugin.errors import ConfigError, SpecPluginError
@@ -19,7 +20,6 @@ from vllm_specplugin.train.data import read_examples
 from vllm_specplugin.train.evaluate import Excerpt, Plan, evaluate
 from vllm_specplugin.train.evaluate_questions import read_questions
 from vllm_specplugin.train.evaluate_report import Evaluation, markdown, print_evaluation
-from vllm_specplugin.validate.plan import parse_object
 
 
 def evaluate_command(

@@ -222,9 +222,12 @@ def demo(
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write the table as Markdown.")] = None,
 ) -> None:
     """Run a small real model plain and with speculation, side by side, and compare speed and outputs."""
+    from vllm_specplugin.cli.options import parse_object
     from vllm_specplugin.demo import demo_command
 
-    demo_command(model, max_tokens, prompts, speculative_config, json, markdown, repeat)
+    given = speculative_config
+    config = None if given is None else parse_object("--speculative-config", given, '{"proposer": "ngram"}')
+    demo_command(model, max_tokens, prompts, config, json, markdown, repeat)
 
 
 @app.command("demo-model")

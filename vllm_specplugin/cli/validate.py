@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from vllm_specplugin.cli.options import parse_object
 from vllm_specplugin.cli.output import console
-from vllm_specplugin.validate.plan import make_plan, parse_object
+from vllm_specplugin.validate.plan import make_plan
 from vllm_specplugin.validate.prompts import load_prompts
 from vllm_specplugin.validate.report import require_report_libraries
 

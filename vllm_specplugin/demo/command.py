@@ -6,6 +6,7 @@ User errors are SpecPluginError with a one-line text; the command line prints it
 from __future__ import annotations
 
 import json as jsonlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,6 @@ from vllm_specplugin.demo.table import markdown as render_markdown
 from vllm_specplugin.demo.table import print_result
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.prompt_files import load_prompts
-
-
-def parse_config(text: str) -> dict[str, Any]:
-    """The value of --speculative-config as a dictionary; what stands in it is checked by the engine."""
-    try:
-        config = jsonlib.loads(text)
-    except jsonlib.JSONDecodeError as error:
-        raise SpecPluginError(
-            f"--speculative-config is not JSON ({error}): {text}; expected e.g. {jsonlib.dumps(DEFAULT_CONFIG)}"
-        ) from error
-    if not isinstance(config, dict) or not config:
-        raise SpecPluginError(f"--speculative-config is {text}; expected an object, e.g. {jsonlib.dumps(DEFAULT_CONFIG)}")
-    return config
 
 
 def check_writable(file: Path, option: str) -> None:
@@ -52,7 +40,7 @@ def demo_command(
     model: str | None = None,
     max_tokens: int = DEFAULT_MAX_TOKENS,
     prompts: Path | None = None,
-    speculative_config: str | None = None,
+    speculative_config: Mapping[str, Any] | None = None,
     json: Path | None = None,
     markdown: Path | None = None,
     repeat: int = 1,
@@ -60,10 +48,12 @@ def demo_command(
     """Run the demo and print its table; also write it to the files `json` and `markdown` where given.
 
     model: folder or hub name (default: the demo's model, converted on first use). max_tokens: per answer.
-    prompts: a file for `load_prompts` (default: the demo's own prompts). speculative_config: JSON as for `vllm serve`
+    prompts: a file for `load_prompts` (default: the demo's own prompts). speculative_config: as for `vllm serve`
     (default: n-gram drafting through the plugin). repeat: times that each prompt is answered; the median time counts.
     """
-    config = DEFAULT_CONFIG if speculative_config is None else parse_config(speculative_config)
+    config = DEFAULT_CONFIG if speculative_config is None else dict(speculative_config)
+    if not config:
+        raise SpecPluginError(f"--speculative-config is empty; expected e.g. {jsonlib.dumps(DEFAULT_CONFIG)}")
     chosen = None if prompts is None else load_prompts(prompts)
     for file, option in ((json, "--json"), (markdown, "--markdown")):
         if file is not None:

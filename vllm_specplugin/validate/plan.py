@@ -116,19 +116,6 @@ def make_plan(
     )
 
 
-def parse_object(option: str, text: str | None, example: str) -> dict[str, Any]:
-    """The JSON object that an option was given, {} where it was not."""
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{option} is no JSON ({error}): {text}; write for example '{example}'.") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option} is {text}, no JSON object; write for example '{example}'.")
-    return value
-
-
 def _check_model(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
