@@ -58,7 +58,9 @@ def environment(monkeypatch: pytest.MonkeyPatch, runner: Literal["v1", "v2"]) ->
 
 def command(model: str, out: Path, *more: str) -> subprocess.Popen[str]:
     """`vllm-specplugin validate` in a process of its own."""
-    script = "from vllm_specplugin.cli.main import run; run()"
+    # What a shell starts in the background ignores Ctrl-C, and its children inherit that: these tests may run so.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    script = f"{heed}; from vllm_specplugin.cli.main import run; run()"
     arguments = ["validate", model, "--speculative-config", json.dumps(NGRAM), "--out", str(out), "--json", *more]
     return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -13,8 +13,8 @@ from vllm_specplugin.train import losses
 from vllm_specplugin.train.losses import SoftLabels, cross_entropy
 
 N, HIDDEN, VOCAB = 37, 12, 53
-TIGHT = {"rtol": 1e-5, "atol": 1e-6}
-"""float32, summed in another order."""
+TIGHT = {"rtol": 1e-5, "atol": 5e-6}
+"""float32, summed in another order, which differs between machines: terms of size 10 are rounded to 1e-6 each."""
 BFLOAT16 = {"rtol": 0.02, "atol": 0.02}
 """Logits, errors and products rounded to 8 bits."""
 
