@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from tests.support.cache import make_once
-from tests.support.tiny import Recipe, tiny_model
+from tests.support.tiny import Recipe, config_of, tiny_model
 
 DRAFT_VOCABULARY = 40  # of EAGLE-3, where it is smaller than the target's
 
@@ -58,7 +58,7 @@ def eagle(cache: Path, *, seed: int = 0, fitted: bool = False, **recipe: float) 
             tensors["fc.weight"] = torch.cat([torch.eye(wanted.hidden), torch.zeros(wanted.hidden, wanted.hidden)], dim=1)
             tensors |= _layer_of(shallow(cache, **recipe), "layers.0.")
         del tensors["layers.0.input_layernorm.weight"]
-        _write(folder, tensors, _config(wanted, num_hidden_layers=1))
+        _write(folder, tensors, config_of(wanted, num_hidden_layers=1))
 
     return make_once(cache / f"eagle-{'fitted-' if fitted else ''}{_key(wanted, seed)}", fill)
 
@@ -85,7 +85,7 @@ def eagle3(
             tensors["d2t"] = drafted - torch.arange(vocabulary)
             tensors["t2d"] = torch.isin(torch.arange(wanted.vocab_size), drafted)
         said: dict[str, Any] = {"draft_vocab_size": vocabulary, "eagle_aux_hidden_state_layer_ids": _EAGLE3_AUX}
-        config = _config(wanted, num_hidden_layers=1)
+        config = config_of(wanted, num_hidden_layers=1)
         if layout == "safeailab":
             config |= said | {"architectures": ["LlamaForCausalLMEagle3"]}
         else:
@@ -185,29 +185,6 @@ def _layer(prefix: str, recipe: Recipe, draw: Drawer, inputs: int = 1) -> Iterat
 def _biases(prefix: str, recipe: Recipe) -> dict[str, torch.Tensor]:
     rows = {"q": recipe.heads, "k": recipe.kv_heads, "v": recipe.kv_heads}
     return {f"{prefix}self_attn.{name}_proj.bias": torch.zeros(count * recipe.head_dim) for name, count in rows.items()}
-
-
-def _config(recipe: Recipe, **more: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": recipe.vocab_size,
-        "hidden_size": recipe.hidden,
-        "intermediate_size": recipe.mlp,
-        "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.heads,
-        "num_key_value_heads": recipe.kv_heads,
-        "head_dim": recipe.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": recipe.max_position_embeddings,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "float32",
-        **more,
-    }
 
 
 def _layer_of(target: Path, prefix: str) -> dict[str, torch.Tensor]:

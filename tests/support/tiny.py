@@ -15,6 +15,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,8 +68,9 @@ def tiny_model(cache: str | os.PathLike[str] | None = None, **recipe: float) -> 
     return make_once(folder, fill)
 
 
-def _write_config(folder: Path, recipe: Recipe) -> None:
-    config = {
+def config_of(recipe: Recipe, **more: Any) -> dict[str, Any]:
+    """The config.json of a Llama of this size; `more` is added to it, or put in the place of its entries."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": recipe.vocab_size,
@@ -86,11 +88,14 @@ def _write_config(folder: Path, recipe: Recipe) -> None:
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "float32",
-        # Without the byte tokenizer no token means "end": nothing may stop early.
-        "bos_token_id": BOS if recipe.has_tokenizer else None,
-        "eos_token_id": EOS if recipe.has_tokenizer else None,
+        **more,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _write_config(folder: Path, recipe: Recipe) -> None:
+    # Without the byte tokenizer no token means "end": nothing may stop early.
+    ends = {"bos_token_id": BOS, "eos_token_id": EOS} if recipe.has_tokenizer else {"bos_token_id": None, "eos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config_of(recipe, **ends), indent=1))
 
 
 def _weights(recipe: Recipe) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,7 +27,7 @@ MAY_IMPORT_VLLM_IN_FUNCTIONS = {
 GROUND = {"errors", "types"}
 CONTRACTS = GROUND | {"proposers.base", "scorers.base"}
 LEAVES = {"heads", "proposers", "scorers", "control"}
-COMMANDS = {"engine_process", "progress", "prompt_files"}
+COMMANDS = {"cache", "engine_process", "progress", "prompt_files"}
 """What the parts behind the long-running commands share."""
 PURE = CONTRACTS | LEAVES | {"config", "guard", "noise", "registry", "request_args"}
 
@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": PURE | {"reference"},
     "plugin": {"runtime"},
     "engine_process": {"errors"},
+    "cache": set(),
     "progress": set(),
     "prompt_files": {"errors"},
     "demo": GROUND | COMMANDS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 import platform
 import shutil
 import sys
@@ -13,24 +12,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from vllm_specplugin.cache import CACHE_VARIABLE, cache_root
 from vllm_specplugin.demo.convert import convert, write_json
 from vllm_specplugin.demo.source import GgufSource, gguf_source
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.progress import progress_bars
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
-CACHE_VARIABLE = "VLLM_SPECPLUGIN_CACHE"
 LAYOUT = 1  # part of the folder's name from 2 on: raise it whenever the conversion changes, and old folders are left alone
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 PROVENANCE = "provenance.json"
-
-
-def cache_root(cache: Path | None = None) -> Path:
-    """The folder for converted models: the argument, else VLLM_SPECPLUGIN_CACHE, else ~/.cache/vllm-specplugin."""
-    if cache is not None:
-        return Path(cache).expanduser()
-    configured = os.environ.get(CACHE_VARIABLE)
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "vllm-specplugin"
 
 
 def is_complete(folder: Path) -> bool:

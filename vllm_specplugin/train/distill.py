@@ -64,7 +64,11 @@ def distill(plan: DistillPlan, out: Path, progress: bool = True) -> Distilled:
     skipped = done.count(None)
     answers, tokens = len(done) - skipped, sum(count for count in done if count)
     if todo:
-        with _engine(plan, out) as engine, out.open("a", encoding="utf-8") as file, progress_bars(progress) as bars:
+        with (
+            contextlib.closing(_engine(plan, out)) as engine,
+            out.open("a", encoding="utf-8") as file,
+            progress_bars(progress) as bars,
+        ):
             if not done:
                 _write(file, _header(plan))
             task = bars.add_task(f"{plan.target} answers", total=len(jobs), completed=len(done))
@@ -77,14 +81,9 @@ def distill(plan: DistillPlan, out: Path, progress: bool = True) -> Distilled:
     return Distilled(answers, tokens, skipped)
 
 
-@contextlib.contextmanager
-def _engine(plan: DistillPlan, out: Path) -> Iterator[EngineProcess]:
+def _engine(plan: DistillPlan, out: Path) -> EngineProcess:
     settings = {"model": plan.target, "engine_args": {"seed": plan.seed, **plan.engine_args}}
-    engine = EngineProcess("target's", "vllm_specplugin.train.distill_engine", settings, out.with_suffix(".log"), every_core=True)
-    try:
-        yield engine
-    finally:
-        engine.close()
+    return EngineProcess("target's", "vllm_specplugin.train.distill_engine", settings, out.with_suffix(".log"), every_core=True)
 
 
 def _answers(engine: EngineProcess, plan: DistillPlan, jobs: Sequence[tuple[int, float]]) -> Iterator[dict[str, Any]]:

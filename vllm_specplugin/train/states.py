@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_specplugin.cache import cache_root
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.train.batch import Batch, TokenSource, in_order
 from vllm_specplugin.train.data import Example
@@ -26,7 +27,6 @@ from vllm_specplugin.train.target import TargetModel
 
 FORMAT = 1
 """Part of every hash: raise it whenever the same target and examples should give other files."""
-CACHE_VARIABLE = "VLLM_SPECPLUGIN_CACHE"
 PASS_TOKENS = 4096
 """Tokens that go through the trunk at once."""
 
@@ -107,7 +107,7 @@ def cached_states(
         SpecPluginError: the disk is too small, or the cache cannot be written.
     """
     frozen, tokens = target.frozen, token_source(examples)
-    folder = (root or _default_root()) / "states" / _key(target, examples, dtype)
+    folder = cache_root(root) / "states" / _key(target, examples, dtype)
     layers = "-".join(map(str, frozen.aux_layers))
     hidden = StateFile(folder / "last.bin", frozen.hidden_size, dtype)
     fused = StateFile(folder / f"inputs-of-{layers}.bin", len(frozen.aux_layers) * frozen.hidden_size, dtype) if aux else None
@@ -188,8 +188,3 @@ def _about(folder: Path, target: TargetModel, tokens: int, dtype: torch.dtype) -
     """For people who wonder what a folder of the cache is."""
     about: dict[str, Any] = {"target": target.frozen.model, "tokens": tokens, "dtype": str(dtype), "format": FORMAT}
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-
-
-def _default_root() -> Path:
-    configured = os.environ.get(CACHE_VARIABLE)
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "vllm-specplugin"
