@@ -16,7 +16,7 @@ from vllm_specplugin.errors import ConfigError, suggestion
 from vllm_specplugin.proposers.base import Proposer
 from vllm_specplugin.registry import PROPOSERS, VERIFIERS, normalise
 from vllm_specplugin.scorers.base import Verifier
-from vllm_specplugin.types import Target
+from vllm_specplugin.types import Capabilities, Target
 
 HOST_KEYS = frozenset(
     {
@@ -121,6 +121,8 @@ class ResolvedConfig:
     verifier_name: str
     verifier: type[Verifier]
     num_speculative_tokens: int
+    capabilities: Capabilities
+    """What the proposer needs and gives with these options."""
 
     def verifier_why(self) -> str:
         """Why it is this verifier, and what it does to the answers."""
@@ -135,7 +137,7 @@ class ResolvedConfig:
 
     def ignored(self) -> list[str]:
         """What was said but has no effect with this proposer, one line each."""
-        capabilities, heeded = self.proposer.capabilities, self.proposer.host_keys
+        capabilities, heeded = self.capabilities, self.proposer.host_keys
         if capabilities.native or (capabilities.checkpoint and heeded is None):
             return []
         why = "heeds no such key" if capabilities.checkpoint else "loads no checkpoint"
@@ -151,7 +153,8 @@ def resolve(config: SpecConfig, target: Target | None = None) -> ResolvedConfig:
         ConfigError: wrong options, or parts that do not go together.
     """
     proposer = PROPOSERS.resolve(config.proposer)
-    capabilities = proposer.capabilities
+    options = _options(proposer, config)
+    capabilities = proposer.capabilities_for(config, options)
     if config.model is not None and not capabilities.checkpoint:
         raise ConfigError(f"'model' is {config.model!r}, but the proposer {config.proposer!r} loads no checkpoint; drop the key.")
     if config.model is None and capabilities.checkpoint:
@@ -167,7 +170,6 @@ def resolve(config: SpecConfig, target: Target | None = None) -> ResolvedConfig:
             f"'verifier' is {verifier_name!r}, which needs the drafts' probabilities, but 'draft_sampling' is 'greedy'; "
             "use 'one_hot' or 'auto', or a proposer with probabilities and 'draft_sampling': 'probabilistic'."
         )
-    options = _options(proposer, config)
     return ResolvedConfig(
         config=config,
         proposer=proposer,
@@ -175,6 +177,7 @@ def resolve(config: SpecConfig, target: Target | None = None) -> ResolvedConfig:
         verifier_name=verifier_name,
         verifier=verifier,
         num_speculative_tokens=_num_speculative_tokens(proposer, config, options, target),
+        capabilities=capabilities,
     )
 
 

@@ -74,6 +74,10 @@ class CheckedDrafts:
     """`[rows, k, vocab]`, what the ids were drawn from; None where they were chosen without chance."""
     unreliable: frozenset[int] = frozenset()
     """Rows whose probabilities say nothing: their drafts were drawn by chance, but it is not known from what."""
+    expected: NDArray[np.float32] | None = None
+    """`[rows, k]`, how probably each draft is accepted once those before it are, as the proposer sees it; within [0, 1]."""
+    sources: Sequence[str] | None = None
+    """`[rows]`, which part of the proposer drafted each row; '' without drafts. None for a proposer of one part."""
 
     def rows(self) -> list[list[int]]:
         """The ragged rows."""
@@ -119,6 +123,7 @@ class Guard:
             drafts = self._ask(step.select(kept))
             result.token_ids[kept] = drafts.token_ids
             result.lengths[kept] = drafts.lengths
+            result = replace(result, **_spread(drafts, kept, step))
             if drafts.probabilities is not None:
                 place = torch.tensor(kept, device=drafts.probabilities.device)
                 every = drafts.probabilities.new_zeros(step.num_rows, *drafts.probabilities.shape[1:])
@@ -201,6 +206,7 @@ class Guard:
         """Find the rows at fault: they decode plainly from now on, the others keep their drafts."""
         result = _empty(step)
         drawn_by_chance = set()
+        sources = [""] * step.num_rows
         self._to_forget.update(step.request_ids)
         self._forget_now()
         failed = []
@@ -213,6 +219,8 @@ class Guard:
                 continue
             result.token_ids[row] = checked.token_ids[0]
             result.lengths[row] = checked.lengths[0]
+            if checked.sources is not None:
+                sources[row] = checked.sources[0]
             if checked.probabilities is not None:
                 drawn_by_chance.add(row)
         if len(failed) < step.num_rows:
@@ -221,7 +229,7 @@ class Guard:
             self._plain.update(failed)
         self._to_forget.update(failed)
         # Their probabilities are not put together for a step that went wrong: without them a row is verified by samples.
-        return replace(result, unreliable=frozenset(drawn_by_chance))
+        return replace(result, unreliable=frozenset(drawn_by_chance), sources=sources if any(sources) else None)
 
     def _forget_now(self) -> None:
         if self._to_forget:
@@ -253,11 +261,29 @@ class Guard:
         checked = np.zeros((rows, k), dtype=np.int64)
         used = min(width, k)
         checked[:, :used] = np.where(position[:used] < lengths[:, None], token_ids[:, :used], 0)
+        expected, sources = self._remarks(drafts, rows, k)
         if probabilities is None or k == 0:
-            return CheckedDrafts(checked, lengths)
+            return CheckedDrafts(checked, lengths, expected=expected, sources=sources)
         probabilities, unreliable = self._check_probabilities(probabilities, checked, lengths)
         unreliable |= bad.any(axis=1)  # cut by looking at what was drawn, so what is left was drawn from something else
-        return CheckedDrafts(checked, lengths, probabilities, frozenset(np.flatnonzero(unreliable).tolist()))
+        unreliable_rows = frozenset(np.flatnonzero(unreliable).tolist())
+        return CheckedDrafts(checked, lengths, probabilities, unreliable_rows, expected, sources)
+
+    def _remarks(self, drafts: Drafts, rows: int, k: int) -> tuple[NDArray[np.float32] | None, Sequence[str] | None]:
+        """What the drafts say about themselves, `[rows, k]` and `[rows]`; nothing that an answer depends on."""
+        expected, sources = None, None
+        if drafts.expected is not None:
+            given = np.asarray(drafts.expected, dtype=np.float32)
+            if given.ndim != 2 or given.shape[0] != rows:
+                raise DraftError(f"expected has the shape {given.shape}, not [rows, k] = {(rows, k)}")
+            expected = np.zeros((rows, k), dtype=np.float32)
+            width = min(k, given.shape[1])
+            expected[:, :width] = np.clip(np.nan_to_num(given[:, :width]), 0.0, 1.0)
+        if drafts.sources is not None:
+            if len(drafts.sources) != rows:
+                raise DraftError(f"{len(drafts.sources)} sources for {rows} rows")
+            sources = list(map(str, drafts.sources))
+        return expected, sources
 
     def _probabilities(self, drafts: Drafts, rows: int, k: int) -> torch.Tensor | None:
         if drafts.probabilities is None and drafts.logits is None:
@@ -368,6 +394,19 @@ def _array(values: Any) -> NDArray[Any]:
 def _cut_at_first(bad: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """`lengths` `[rows]`, each no longer than up to the row's first place that is `bad` `[rows, width]`."""
     return np.where(bad.any(axis=1), np.minimum(lengths, bad.argmax(axis=1)), lengths)
+
+
+def _spread(drafts: CheckedDrafts, rows: Sequence[int], step: Step) -> dict[str, Any]:
+    """What the drafts of some of a step's rows say about themselves, for all of its rows."""
+    said: dict[str, Any] = {}
+    if drafts.expected is not None:
+        said["expected"] = np.zeros((step.num_rows, step.k), dtype=np.float32)
+        said["expected"][list(rows)] = drafts.expected
+    if drafts.sources is not None:
+        said["sources"] = [""] * step.num_rows
+        for row, source in zip(rows, drafts.sources, strict=True):
+            said["sources"][row] = source
+    return said
 
 
 def _empty(step: Step) -> CheckedDrafts:

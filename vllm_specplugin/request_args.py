@@ -16,6 +16,9 @@ from vllm_specplugin.errors import ConfigError
 KEY = "specplugin"
 EXAMPLE = '{"enabled": false}'
 
+MAX_PREDICTION = 1 << 20
+"""Most characters, or token ids, of a request's prediction: longer than any answer, and quick to look through."""
+
 
 def read(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """The mapping under the plugin's key, empty where there is none; keys unknown here are left to the proposer.
@@ -38,6 +41,17 @@ def read(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ConfigError(f"'{KEY}.enabled' is {repr(enabled)}; expected true or false.")
     if isinstance(most, bool) or not isinstance(most, int) or most < 0:
         raise ConfigError(f"'{KEY}.max_draft_tokens' is {repr(most)}; expected an integer from 0 on.")
+    proposer, prediction = said.get("proposer", ""), said.get("prediction", "")
+    if not isinstance(proposer, str):
+        raise ConfigError(f"'{KEY}.proposer' is {repr(proposer)}; expected a proposer's name.")
+    if isinstance(prediction, str):
+        unit = "characters"
+    elif isinstance(prediction, list | tuple) and all(type(token) is int and token >= 0 for token in prediction):
+        unit = "token ids"
+    else:
+        raise ConfigError(f"'{KEY}.prediction' is {repr(prediction)}; expected a text, or a list of token ids from 0 on.")
+    if len(prediction) > MAX_PREDICTION:
+        raise ConfigError(f"'{KEY}.prediction' is {repr(prediction)}, of {len(prediction)} {unit}; at most {MAX_PREDICTION}.")
     return dict(said)
 
 

@@ -7,7 +7,7 @@ batch, not a request slot: the order of rows changes between steps, so state is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -97,6 +97,8 @@ class Host:
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
     """Drafts must be the same on every rank."""
+    encode: Callable[[str], list[int]] | None = None
+    """The target's tokenizer, adding no special tokens; None where the engine runs without one."""
     layers: HostLayers | None = None
     """How the host builds the layers of heads, spread over the ranks; None for plain PyTorch on one device."""
 
@@ -117,6 +119,10 @@ class Request:
     """Its number in the order in which the engine first scheduled requests, if the engine counts them."""
     max_draft_tokens: int | None = None
     """The most drafts per step that the request wants (a step's limits say so already); None where it leaves that open."""
+    proposer: str | None = None
+    """Which part of the configured proposer it wants to be drafted by; None where it leaves that open."""
+    prediction: str | tuple[int, ...] | None = None
+    """What it expects to be answered, as text or token ids: drafts to be verified like any others."""
 
 
 class History(Protocol):
@@ -239,6 +245,10 @@ class Drafts:
     """`[rows, k, vocab]`: exactly what each id was drawn from by softmax, temperature and truncation already applied."""
     probabilities: torch.Tensor | None = None
     """`[rows, k, vocab]`: the same as probabilities. None for both means that the ids were chosen without chance."""
+    expected: NDArray[np.floating] | None = None
+    """`[rows, k]`: the proposer's own estimate of the probability that each draft is accepted, those before it accepted."""
+    sources: Sequence[str] | None = None
+    """`[rows]`: for a proposer made of several, which of them drafted each row; '' for a row without drafts."""
     parents: Sequence[Sequence[int]] | None = None
     """For trees: `[rows][nodes]`, each node's parent (-1 is the last committed token), parents before children."""
 

@@ -1,10 +1,11 @@
 """Prompts to distil from, of the demo's four kinds, made from what every Python brings: its own sources and its help texts.
 
-    python examples/learned_drafters/prompts.py --count 2400 --out prompts.jsonl
+    python examples/learned_drafters/prompts.py --count 1600 --out prompts.jsonl
 
-Cost: a second. Result: 2,400 prompts, 600 of each kind: code rewriting (functions of the standard library), document questions
-(paragraphs of `pydoc`'s topics), JSON extraction (made-up records) and chat. None of the demo's own prompts is among them, nor
-any of the texts that those are about, so what is measured on the demo is measured on text that the heads have not seen.
+Cost: seconds. Result: 1,600 prompts. Of five, two are code rewriting (functions and stretches of files of the standard library),
+one each a document question (paragraphs of `pydoc`'s topics), JSON extraction (made-up records) and chat. None of the demo's own
+prompts is among them, nor any of the texts that those are about, so what is measured on the demo is measured on text that the
+heads have not seen.
 
 For heads that serve your users, distil from your users' prompts instead: acceptance is highest on the kind of text that they
 were trained on.
@@ -16,6 +17,7 @@ import argparse
 import ast
 import json
 import random
+import re
 import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator
@@ -33,6 +35,12 @@ CODE_TASKS = (
     "Repeat the code above, with a comment before each step.",
     "Add a docstring to the function above and repeat all of its code.",
     "Repeat the code above.",
+)
+WHOLE_CODE_TASKS = (
+    "Repeat the code above, with `{old}` renamed to `{new}`.",
+    "Repeat the code above, with `{old}` renamed to `{new}` everywhere.",
+    "Rename `{old}` to `{new}` in the file above and give me the whole file.",
+    "Repeat the file above, and change nothing.",
 )
 DOCUMENT_TASKS = (
     "What does the text say about {subject}? Answer with a quotation from the text.",
@@ -84,6 +92,7 @@ GOODS = (
     "rubber boots",
 )
 JOBS = ("teacher", "plumber", "pilot", "chemist", "gardener", "editor", "baker", "surveyor")
+DOCSTRING = re.compile(r'^ *""".*"""\n', re.MULTILINE)
 LANGUAGES = ("Italian", "Korean", "Dutch", "Arabic", "Polish", "Swahili", "Danish")
 
 
@@ -102,6 +111,30 @@ def functions() -> list[tuple[str, list[str]]]:
     return found
 
 
+def stretches() -> list[tuple[str, list[str]]]:
+    """Classes, and neighbouring statements of a file, of 20 to 50 lines, each with names that occur in it."""
+    found = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        source = path.read_text(encoding="utf-8", errors="replace")
+        lines = source.splitlines()
+        body = ast.parse(source).body
+        for first in range(len(body)):
+            for last in range(first, min(first + 12, len(body))):
+                start, end = body[first].lineno, body[last].end_lineno or 0
+                text = "\n".join(lines[start - 1 : end])
+                nodes = body[first : last + 1]
+                if (
+                    20 <= end - start <= 50
+                    and len(text) < 1300
+                    and any(isinstance(n, ast.FunctionDef | ast.ClassDef) for n in nodes)
+                ):
+                    names = {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name) and len(n.id) > 2}
+                    if names:
+                        found.append((text, sorted(names)))
+                    break
+    return found
+
+
 def paragraphs() -> list[str]:
     """Paragraphs of Python's help texts that are prose, of 300 to 1,200 characters."""
     found = set()
@@ -113,10 +146,28 @@ def paragraphs() -> list[str]:
     return sorted(found)
 
 
-def code(random: random.Random, sources: list[tuple[str, list[str]]]) -> list[Message]:
+def code(random: random.Random, small: list[tuple[str, list[str]]], large: list[tuple[str, list[str]]]) -> list[Message]:
+    """A function to rewrite, a stretch of a file, or docstrings to add after an example of it; the last a sixth of the time."""
+    kind = random.random()
+    if kind < 1 / 6:
+        example = random.choice(
+            [text for text, _ in small if len(text) < 600 and text.count('"""') == 2 * len(DOCSTRING.findall(text)) > 0]
+        )
+        asked = random.choice(random.choice([small, large]))
+        before = DOCSTRING.sub("", example)
+        task = "Add docstrings.\n\n"
+        return [
+            _user(task + _block(before)),
+            {"role": "assistant", "content": _block(example)},
+            _user(task + _block(asked[0])),
+        ]
+    sources, tasks = (small, CODE_TASKS) if kind < 0.5 else (large, WHOLE_CODE_TASKS)
     text, names = random.choice(sources)
-    old, new = random.choice(names), random.choice(RENAMES)
-    return [_user(f"```python\n{text}\n```\n\n{random.choice(CODE_TASKS).format(old=old, new=new)}")]
+    return [_user(f"{_block(text)}\n\n{random.choice(tasks).format(old=random.choice(names), new=random.choice(RENAMES))}")]
+
+
+def _block(code: str) -> str:
+    return f"```python\n{code}\n```"
 
 
 def document(random: random.Random, texts: list[str]) -> list[Message]:
@@ -174,17 +225,17 @@ def _user(content: str) -> Message:
 
 
 def prompts(count: int, seed: int) -> Iterator[dict[str, object]]:
-    """`count` different prompts, the four kinds in turn."""
+    """`count` different prompts: of five, two of code and one of each other kind."""
     dice = random.Random(seed)
-    sources, texts = functions(), paragraphs()
+    small, large, texts = functions(), stretches(), paragraphs()
     makers: dict[str, Callable[[], list[Message]]] = {
-        "code rewriting": lambda: code(dice, sources),
+        "code rewriting": lambda: code(dice, small, large),
         "document question": lambda: document(dice, texts),
         "JSON extraction": lambda: extraction(dice),
         "chat": lambda: chat(dice),
     }
     seen: set[str] = set()
-    kinds = list(makers)
+    kinds = ["code rewriting", "document question", "code rewriting", "JSON extraction", "chat"]
     while len(seen) < count:
         kind = kinds[len(seen) % len(kinds)]
         messages = makers[kind]()
@@ -195,7 +246,7 @@ def prompts(count: int, seed: int) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=2400)
+    parser.add_argument("--count", type=int, default=1600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("prompts.jsonl"))
     arguments = parser.parse_args()

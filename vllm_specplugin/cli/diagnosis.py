@@ -202,7 +202,7 @@ def _ask_vllm(found: Diagnosis, config: Mapping[str, Any], flags: Mapping[str, A
         found.reasons.append(engine.problem.rstrip("."))
     elif found.model is not None and found.resolved is not None and not refused and not engine.ours:
         found.reasons.append("the plugin did not attach to vLLM, which built a configuration of its own")
-    elif found.resolved is not None and found.resolved.proposer.capabilities.native and engine.host is not None:
+    elif found.resolved is not None and found.resolved.capabilities.native and engine.host is not None:
         # Its own k may depend on the target, of which nobody knew anything yet.
         found.resolved = replace(found.resolved, num_speculative_tokens=engine.host.num_speculative_tokens)
     if found.model is None:
@@ -213,7 +213,7 @@ def _ask_vllm(found: Diagnosis, config: Mapping[str, Any], flags: Mapping[str, A
 
 
 def _memory_bill(resolved: ResolvedConfig, engine: inspect.Engine | None) -> list[MemoryItem]:
-    capabilities, config = resolved.proposer.capabilities, resolved.config
+    capabilities, config = resolved.capabilities, resolved.config
     host = engine.host if engine else None
     if capabilities.checkpoint and config.model is not None:
         size = inspect.checkpoint_bytes(config.model)

@@ -45,6 +45,15 @@ class Proposer(ABC, Generic[OptionsT]):
         self.options = options
 
     @classmethod
+    def capabilities_for(cls, config: SpecConfig, options: OptionsT) -> Capabilities:
+        """What it needs and gives as configured; the class's own `capabilities` where that does not depend on options.
+
+        Raises:
+            ConfigError: parts that are named in the options do not go together.
+        """
+        return cls.capabilities
+
+    @classmethod
     def depth(cls, config: SpecConfig, options: OptionsT, target: Target | None) -> Depth:
         """How many tokens it can draft per step. A proposer with a checkpoint looks at it here, without loading weights.
 

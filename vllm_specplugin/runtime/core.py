@@ -17,10 +17,12 @@ from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.guard import CheckedDrafts, Guard
 from vllm_specplugin.noise import DraftNoise, owner_of
 from vllm_specplugin.proposers.native import NativeProposer
+from vllm_specplugin.registry import normalise
 from vllm_specplugin.request_args import draft_limit, read
 from vllm_specplugin.runtime.judging import Drafted
 from vllm_specplugin.runtime.layers import VllmLayers
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig, host_of
+from vllm_specplugin.runtime.text import encoder
 from vllm_specplugin.scorers.uniforms import key_of
 from vllm_specplugin.types import Capabilities, History, NativeDrafter, Request, Step, Verdict
 
@@ -44,7 +46,7 @@ class Runtime:
         self.k: int = spec.num_speculative_tokens
         host = host_of(vllm_config, self.resolved, runner, str(device), get_tensor_model_parallel_rank())
         eager = self.resolved.config.host.get("enforce_eager", vllm_config.model_config.enforce_eager)
-        self.host = replace(host, layers=VllmLayers(device, eager))
+        self.host = replace(host, layers=VllmLayers(device, eager), encode=encoder(vllm_config.model_config))
         self._model_config = vllm_config.model_config
         proposer = self.resolved.proposer(self.host, self.resolved.options)
         self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
@@ -58,7 +60,7 @@ class Runtime:
 
     @property
     def capabilities(self) -> Capabilities:
-        return self.resolved.proposer.capabilities
+        return self.resolved.capabilities
 
     @property
     def wants_verdicts(self) -> bool:
@@ -103,6 +105,7 @@ class Runtime:
         known = self._requests.get(request_id)
         if known is None:
             said = self._said(request_id, getattr(params, "extra_args", None))
+            prediction = said.get("prediction") or None
             temperature = float(getattr(params, "temperature", 0.0) or 0.0)
             known = Request(
                 request_id=request_id,
@@ -112,6 +115,8 @@ class Runtime:
                 extra=MappingProxyType(said),
                 arrival=self._arrived,
                 max_draft_tokens=draft_limit(said),
+                proposer=normalise(said["proposer"]) if said.get("proposer") else None,
+                prediction=tuple(prediction) if isinstance(prediction, list) else prediction,
             )
             self._requests[request_id] = known
             self._arrived += 1
@@ -197,6 +202,15 @@ class Runtime:
     def wanted(requests: Sequence[Request], k: int) -> NDArray[np.int64]:
         """`[rows]`: the most drafts that each request asks for, of at most k."""
         return np.array([k if request.max_draft_tokens is None else min(request.max_draft_tokens, k) for request in requests])
+
+    def verified(self, requests: Sequence[Request], tested: NDArray[np.int64], emitted: NDArray[np.int64]) -> None:
+        """Count what became of the drafts of one step.
+
+        Args:
+            requests: `[rows]`.
+            tested: `[rows]`, how many drafts the host verified.
+            emitted: `[rows]`, how many tokens each row emitted: the accepted drafts and one more; 0 where it emitted none.
+        """
 
     def observe(self, requests: Sequence[Request], tested: NDArray[np.int64], rows: Sequence[Sequence[int]]) -> None:
         """Tell the proposer what became of its drafts.

@@ -132,7 +132,7 @@ def _from_config(config: Any, flags: Mapping[str, Any]) -> Engine:
 
         resolved = spec.resolve()
         host = host_of(config, resolved, runner, str(config.device_config.device_type))
-        tokens = resolved.proposer.capabilities.tokens
+        tokens = resolved.capabilities.tokens
     return Engine(
         platform=_platform(),
         runner=runner,

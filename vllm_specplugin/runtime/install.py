@@ -132,7 +132,7 @@ def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
             "Asynchronous scheduling with a proposer needs vLLM's V2 model runner, and this engine uses V1; use "
             "--no-async-scheduling."
         )
-    if scheduler.async_scheduling is None and (spec.runner == "v1" or spec.resolve().proposer.capabilities.tokens == "host"):
+    if scheduler.async_scheduling is None and (spec.runner == "v1" or spec.resolve().capabilities.tokens == "host"):
         # A drafter on the host waits for the sampled tokens anyhow, and may draft fewer than k when the scheduler is told.
         scheduler.async_scheduling = False
     if scheduler.async_scheduling is False or spec.native is not None:

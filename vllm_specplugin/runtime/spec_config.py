@@ -102,14 +102,14 @@ def create(
             **_native_fields(resolved),
         )
     except (OSError, ValueError) as error:
-        if resolved.proposer.capabilities.native is None:
+        if resolved.capabilities.native is None:
             raise
         raise ConfigError(f"vLLM refuses the proposer {parsed.proposer!r} with this target: {reason(error)}") from error
 
 
 def _native_fields(resolved: ResolvedConfig) -> dict[str, Any]:
     """What vLLM's class is told of a proposer that drafts with one of vLLM's methods."""
-    native = resolved.proposer.capabilities.native
+    native = resolved.capabilities.native
     if native is None:
         return {}
     config = resolved.config

@@ -118,9 +118,11 @@ class _Hooks:
         runtime = self.runtime
         requests = self._requests()
         sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata = states
-        if spec_decode_metadata is not None and runtime.wants_verdicts:
-            emitted = [tokens.tolist() for tokens in np.split(committed, np.cumsum(counts)[:-1])]
-            runtime.observe(requests, np.asarray(spec_decode_metadata.num_draft_tokens, dtype=np.int64), emitted)
+        if spec_decode_metadata is not None:
+            tested = np.asarray(spec_decode_metadata.num_draft_tokens, dtype=np.int64)
+            runtime.verified(requests, tested, counts)
+            if runtime.wants_verdicts:
+                runtime.observe(requests, tested, [tokens.tolist() for tokens in np.split(committed, np.cumsum(counts)[:-1])])
         hidden = aux = None
         if runtime.capabilities.hidden_states != "none":
             rows = _rows_of_last_tokens(counts, spec_decode_metadata, sample_hidden_states.device)

@@ -108,9 +108,11 @@ class Drafting:
         copied = torch.cat([sampled[:, None], total[:, None], tokens.long()], dim=1).cpu().numpy()
         counts, lengths = copied[:, 0], copied[:, 1]
         committed = copied[:, 2:][np.arange(width) < counts[:, None]].astype(np.int32)
-        if runtime.wants_verdicts and input_batch.num_draft_tokens_per_req is not None:
+        if input_batch.num_draft_tokens_per_req is not None:
             tested = np.asarray(input_batch.num_draft_tokens_per_req[:rows], dtype=np.int64)
-            runtime.observe(requests, tested, [row[2 : 2 + row[0]].tolist() for row in copied])
+            runtime.verified(requests, tested, counts)
+            if runtime.wants_verdicts:
+                runtime.observe(requests, tested, [row[2 : 2 + row[0]].tolist() for row in copied])
         hidden = aux = None
         if runtime.capabilities.hidden_states != "none":
             last = input_batch.query_start_loc[1 : rows + 1] - 1 - num_rejected[:rows]
