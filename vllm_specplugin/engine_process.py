@@ -11,10 +11,11 @@ import glob
 import importlib.util
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
@@ -115,7 +116,19 @@ class EngineProcess:
         return answer
 
 
+def as_loaded(engines: Sequence[EngineProcess]) -> Iterator[EngineProcess]:
+    """Engines that load at the same time, each as soon as its `wait` has an answer (facts, or why it failed)."""
+    waiting = list(engines)
+    while waiting:
+        answered, _, _ = select.select([engine.answers for engine in waiting], [], [])
+        for engine in [engine for engine in waiting if engine.answers in answered]:
+            waiting.remove(engine)
+            yield engine
+
+
 # -- the child's side --------------------------------------------------------------------------------------
+
+SPEC_COUNTERS = "vllm:spec_decode_num_"
 
 
 class Engine(Protocol):
@@ -124,6 +137,12 @@ class Engine(Protocol):
     def facts(self) -> dict[str, Any]:
         """What the parent is told once the engine has loaded."""
         ...
+
+
+def spec_counters(llm: Any) -> dict[str, Any]:
+    """The running totals of speculation of a `vllm.LLM`, by the last part of their names. Empty for a plain engine."""
+    found = [metric for metric in llm.get_metrics() if metric.name.startswith(SPEC_COUNTERS)]
+    return {m.name.removeprefix(SPEC_COUNTERS): m.values if hasattr(m, "values") else m.value for m in found}
 
 
 def serve(make: Callable[[dict[str, Any]], Engine], requests: TextIO, answers: TextIO) -> None:

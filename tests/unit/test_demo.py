@@ -14,7 +14,6 @@ from rich.console import Console
 
 from vllm_specplugin.cli.options import parse_object
 from vllm_specplugin.demo import command, run, table
-from vllm_specplugin.demo.load import NeighbourMeter, machine_ticks, process_ticks
 from vllm_specplugin.demo.measure import (
     DemoResult,
     Difference,
@@ -29,6 +28,7 @@ from vllm_specplugin.demo.measure import (
 from vllm_specplugin.demo.prompts import CHAT, CODE, DOCUMENT, demo_prompts
 from vllm_specplugin.engine_process import EngineProcess, engine_environment, preload_libraries
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.neighbours import NeighbourMeter, machine_ticks, process_ticks
 from vllm_specplugin.progress import progress_bars
 from vllm_specplugin.prompt_files import USER_KIND, load_prompts
 

@@ -345,10 +345,10 @@ def test_what_drafts_is_found_out(tmp_path: Path) -> None:
         folder.mkdir()
         sizes = {"hidden_size": 8, "vocab_size": 16, "model_type": "qwen2"}
         (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **sizes, **more}))
-    assert drafting_config(str(mtp), None, None) == {"proposer": "mtp"}
+    assert drafting_config(str(mtp), None, None) == {"proposer": "mtp", "control": "fixed"}
     assert drafting_config(str(plain), None, None) is None
     assert drafting_config(str(mtp), None, '{"method": "mtp"}') == {"method": "mtp"}
-    assert drafting_config(str(plain), str(plain), None) == {"proposer": "draft_model", "model": str(plain)}
+    assert drafting_config(str(plain), str(plain), None) == {"proposer": "draft_model", "model": str(plain), "control": "fixed"}
     with pytest.raises(ConfigError, match="exclude each other"):
         drafting_config(str(plain), str(plain), "{}")
     with pytest.raises(ConfigError, match="give it as --target"):

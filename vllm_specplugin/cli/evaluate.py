@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugin.cli.options import parse_object
+from vllm_specplugin.cli.options import parse_object, tokenizer_of
 from vllm_specplugin.cli.output import console
 from vllm_specplugin.config import SpecConfig, names_a_proposer, resolve
 from vllm_specplugin.errors import ConfigError, SpecPluginError
 from vllm_specplugin.heads.checkpoint import NAMES, inspect
-from vllm_specplugin.heads.files import locate
 from vllm_specplugin.progress import progress_bars
 from vllm_specplugin.train.data import read_examples
 from vllm_specplugin.train.evaluate import Excerpt, Plan, evaluate
@@ -47,7 +46,7 @@ def evaluate_command(
     config = drafting_config(target, heads, speculative_config)
     if config is not None and names_a_proposer(config):
         resolve(SpecConfig.parse(config))
-    tokenizer = _tokenizer(target)
+    tokenizer = tokenizer_of("--target", target)
     found = [Excerpt(example.token_ids, example.answer_from) for example in read_examples(data, tokenizer, max_length)]
     plan = Plan(
         target=target,
@@ -86,21 +85,10 @@ def drafting_config(target: str, heads: str | None, speculative_config: str | No
         family = inspect(heads).family
         if family == "mtp":
             raise ConfigError(f"--heads is {heads!r}, {NAMES[family]}, which is a target of its own: give it as --target.")
-        return {"proposer": family, "model": heads}
+        return {"proposer": family, "model": heads, "control": "fixed"}  # every draft is to be judged
     if Path(target).expanduser().is_dir() and inspect(target).family == "mtp":
-        return {"proposer": "mtp"}
+        return {"proposer": "mtp", "control": "fixed"}
     return None
-
-
-def _tokenizer(target: str) -> Any:
-    from transformers import AutoTokenizer
-
-    folder = locate(target)
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"--target is {target!r}, whose tokenizer cannot be loaded: {reason}") from error
 
 
 def _run(plan: Plan, progress: bool) -> Evaluation:

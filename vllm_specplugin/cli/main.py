@@ -266,6 +266,79 @@ def distill(
     distill_command(target, data, out, max_tokens, temperature or [0.0], seed, engine_args)
 
 
+_MODEL = typer.Option("--model", metavar="MODEL", help="The target model, as `vllm serve` takes it.", show_default=False)
+_PROMPTS = typer.Option("--prompts", metavar="FILE", help="Your own, one per line, or JSON lines (.jsonl); without it, built-in.")
+_CONFIG = typer.Option(
+    "--config", "-c", metavar="JSON", help="A --speculative-config, the plugin's or vLLM's own; may be given several times."
+)
+_METHOD = typer.Option(
+    "--method", metavar="NAME", help="A registered proposer with its defaults, or vllm:ngram, vllm:suffix; several times, too."
+)
+_CONCURRENCY = typer.Option("--concurrency", metavar="N,N,...", help="Requests at once.")
+_MAX_TOKENS = typer.Option("--max-tokens", min=2, metavar="N", help="Most tokens per answer.")
+_TEMPERATURE = typer.Option("--temperature", metavar="T", help="Of every request; 0 is greedy.")
+_ENGINE_ARGS = typer.Option("--engine-args", metavar="JSON", help="Further arguments of vllm.LLM.")
+_JSON = typer.Option("--json", help="Print the report as JSON instead of tables.")
+_MARKDOWN = typer.Option("--markdown", metavar="FILE", help="Also write the report as Markdown.")
+
+
+@app.command()
+def bench(
+    model: Annotated[str, _MODEL],
+    prompts: Annotated[Path | None, _PROMPTS] = None,
+    config: Annotated[list[str] | None, _CONFIG] = None,
+    method: Annotated[list[str] | None, _METHOD] = None,
+    concurrency: Annotated[str, _CONCURRENCY] = "1,8,32",
+    max_tokens: Annotated[int, _MAX_TOKENS] = 64,
+    temperature: Annotated[float, _TEMPERATURE] = 0.0,
+    minutes: Annotated[float, typer.Option(min=0.1, metavar="N", help="For all of it, loading included.")] = 15.0,
+    repeat: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most rounds; without it, as the time allows.")] = None,
+    engines_at_once: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Most engines alive, the plain one included; without it, all. Needs memory."),
+    ] = None,
+    engine_args: Annotated[str | None, _ENGINE_ARGS] = None,
+    json: Annotated[bool, _JSON] = False,
+    markdown: Annotated[Path | None, _MARKDOWN] = None,
+) -> None:
+    """Compare plain decoding, vLLM's own methods and the plugin's, and say which configuration is fastest.
+
+    Without --config and --method, everything takes part that needs no more than its name. The last line is what to paste.
+    """
+    from vllm_specplugin.cli.bench import Inputs, bench_command
+
+    inputs = Inputs(model, prompts, config or (), method or (), concurrency, max_tokens, temperature, engine_args)
+    bench_command(inputs, minutes, repeat, engines_at_once, json, markdown)
+
+
+@app.command()
+def tune(
+    model: Annotated[str, _MODEL],
+    prompts: Annotated[Path | None, _PROMPTS] = None,
+    config: Annotated[list[str] | None, _CONFIG] = None,
+    method: Annotated[list[str] | None, _METHOD] = None,
+    concurrency: Annotated[str, _CONCURRENCY] = "1,8",
+    max_tokens: Annotated[int, _MAX_TOKENS] = 64,
+    temperature: Annotated[float, _TEMPERATURE] = 0.0,
+    minutes: Annotated[float, typer.Option(min=0.1, metavar="N", help="For all of it, loading included.")] = 30.0,
+    engines_at_once: Annotated[
+        int, typer.Option(min=3, metavar="N", help="Most engines alive, the plain and the best one included. Needs memory.")
+    ] = 5,
+    engine_args: Annotated[str | None, _ENGINE_ARGS] = None,
+    json: Annotated[bool, _JSON] = False,
+    markdown: Annotated[Path | None, _MARKDOWN] = None,
+) -> None:
+    """Search proposer, draft length, verifier and options within a time budget, and say which configuration to use.
+
+    It starts from --config and --method, or from everything that needs no more than its name.
+    """
+    from vllm_specplugin.cli.bench import Inputs
+    from vllm_specplugin.cli.tune import tune_command
+
+    inputs = Inputs(model, prompts, config or (), method or (), concurrency, max_tokens, temperature, engine_args)
+    tune_command(inputs, minutes, engines_at_once, json, markdown)
+
+
 def run() -> None:
     """The console script."""
     for stream in (sys.stdout, sys.stderr):

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from vllm_specplugin.errors import ConfigError
+from vllm_specplugin.heads.files import locate
 
 
 def parse_object(option: str, text: str | None, example: str) -> dict[str, Any]:
@@ -19,3 +20,15 @@ def parse_object(option: str, text: str | None, example: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{option} is {text}, no JSON object; write for example '{example}'.")
     return value
+
+
+def tokenizer_of(option: str, model: str) -> Any:
+    """The Hugging Face tokenizer of the model that an option names."""
+    from transformers import AutoTokenizer
+
+    folder = locate(model)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{option} is {model!r}, whose tokenizer cannot be loaded: {reason}") from error

@@ -33,7 +33,10 @@ from vllm_specplugin.types import Capabilities
 
 DEFAULT_KEY = "default"
 
-_FACTS = {"proposer": ("capabilities", "default_num_speculative_tokens"), "verifier": ("lossless", "needs_probabilities")}
+_FACTS = {
+    "proposer": ("capabilities", "default_num_speculative_tokens", "adaptive_num_speculative_tokens"),
+    "verifier": ("lossless", "needs_probabilities"),
+}
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ def _proposer_facts(proposer: type[Proposer]) -> dict[str, Any]:
     return {
         "capabilities": asdict(proposer.capabilities),
         "default_num_speculative_tokens": proposer.default_num_speculative_tokens,
+        "adaptive_num_speculative_tokens": proposer.adaptive_num_speculative_tokens,
     }
 
 
@@ -281,7 +285,7 @@ def _print_detail(out: Console, part: Part) -> None:
     items += [
         ("Needs", "; ".join(needs(capabilities))),
         ("Gives", "; ".join(gives(capabilities))),
-        ("Drafts", f"{part.facts['default_num_speculative_tokens']} tokens per step, unless 'num_speculative_tokens' says else"),
+        ("Drafts", f"{_default_k(part)} tokens per step, unless 'num_speculative_tokens' says else"),
     ]
     out.print(parts_of(items, 12))
     if part.options:
@@ -300,10 +304,16 @@ def _option_table(part: Part) -> Table:
     return table
 
 
+def _default_k(part: Part) -> str:
+    fixed, adaptive = (part.facts[f"{control}_num_speculative_tokens"] for control in ("default", "adaptive"))
+    if adaptive is None or adaptive == fixed:
+        return f"up to {fixed}"
+    return f"up to {adaptive} ({fixed} with 'control': 'fixed')"
+
+
 def _example(part: Part) -> str:
     capabilities = Capabilities(**part.facts["capabilities"])
     keys: dict[str, Any] = {"proposer": part.name}
     if capabilities.checkpoint:
         keys["model"] = "PATH"
-    keys["num_speculative_tokens"] = part.facts["default_num_speculative_tokens"]
     return json.dumps(keys)

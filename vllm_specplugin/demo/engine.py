@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_specplugin.engine_process import serve_engine
+from vllm_specplugin.engine_process import serve_engine, spec_counters
 from vllm_specplugin.prompt_files import Prompt, encode
 
 SLACK = 32  # room in the context beyond the longest request, for drafts past its end
@@ -70,12 +70,6 @@ class Engine:
             "prompt_tokens": lengths,
         }
 
-    def counters(self) -> dict[str, Any]:
-        """vLLM's running totals of speculation, by the last part of their names. Empty for a plain engine."""
-        prefix = "vllm:spec_decode_num_"
-        found = [metric for metric in self.llm.get_metrics() if metric.name.startswith(prefix)]
-        return {m.name.removeprefix(prefix): m.values if hasattr(m, "values") else m.value for m in found}  # type: ignore[attr-defined]
-
     def submit(self, prompt: list[int], **sampling: Any) -> None:
         """Hand one greedy request to the engine."""
         from vllm import SamplingParams
@@ -95,7 +89,7 @@ class Engine:
 
     def begin(self, prompt: int, max_tokens: int) -> dict[str, Any]:
         """Start a timed request; `advance` carries it on in slices, `finish` reports it."""
-        self.timed = TimedRequest(self.counters())
+        self.timed = TimedRequest(spec_counters(self.llm))
         start = time.perf_counter()
         self.submit(self.prompts[prompt], max_tokens=max_tokens)
         self.timed.seconds += time.perf_counter() - start
@@ -115,7 +109,7 @@ class Engine:
 
     def finish(self) -> dict[str, Any]:
         """What was measured of the timed request: the fields of `measure.Sample`."""
-        before, after, timed = self.timed.counters, self.counters(), self.timed
+        before, after, timed = self.timed.counters, spec_counters(self.llm), self.timed
         names = [name for name in ("drafts", "draft_tokens", "accepted_tokens") if name in after]
         per_position = zip(after.get(PER_POSITION, []), before.get(PER_POSITION, []), strict=True)
         return {

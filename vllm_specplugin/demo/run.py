@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import select
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import Any
 
 from rich.progress import Progress, TaskID
 
-from vllm_specplugin.demo.load import NeighbourMeter
 from vllm_specplugin.demo.measure import (
     DemoResult,
     Difference,
@@ -33,8 +31,9 @@ from vllm_specplugin.demo.measure import (
     margin_changes,
 )
 from vllm_specplugin.demo.prompts import demo_prompts
-from vllm_specplugin.engine_process import EngineProcess
+from vllm_specplugin.engine_process import EngineProcess, as_loaded
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.neighbours import NeighbourMeter
 from vllm_specplugin.progress import progress_bars
 from vllm_specplugin.prompt_files import Prompt
 
@@ -111,14 +110,10 @@ def _run(
 def _wait_for(engines: Sequence[EngineProcess], bars: Progress) -> dict[str, Any]:
     """Wait for all engines, which load at the same time; the facts of one of them. The first to fail ends the wait."""
     task = bars.add_task("loading both engines", total=len(engines))
-    waiting = list(engines)
     facts: dict[str, Any] = {}
-    while waiting:
-        answered, _, _ = select.select([engine.answers for engine in waiting], [], [])
-        for engine in [engine for engine in waiting if engine.answers in answered]:
-            facts = engine.wait()
-            waiting.remove(engine)
-            bars.advance(task)
+    for engine in as_loaded(engines):
+        facts = engine.wait()
+        bars.advance(task)
     return facts
 
 

@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_specplugin.engine_process import serve_engine
+from vllm_specplugin.engine_process import serve_engine, spec_counters
 
 PER_POSITION = "accepted_tokens_per_pos"
-COUNTERS = "vllm:spec_decode_num_"
 
 
 class Engine:
@@ -92,7 +91,7 @@ class Engine:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        engine, before = self.llm.llm_engine, self._counters()
+        engine, before = self.llm.llm_engine, spec_counters(self.llm)
         parameters = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         self.requests += 1
         emitted: list[int] = []
@@ -102,7 +101,7 @@ class Engine:
             for output in engine.step():
                 stamps.append(time.perf_counter())
                 emitted = list(output.outputs[0].token_ids)  # type: ignore[union-attr]
-        after = self._counters()
+        after = spec_counters(self.llm)
         accepted = zip(after.get(PER_POSITION, ()), before.get(PER_POSITION, ()), strict=True)
         return {
             "token_ids": emitted,
@@ -111,11 +110,6 @@ class Engine:
             "drafts": after.get("drafts", 0) - before.get("drafts", 0),
             "accepted": [new - old for new, old in accepted],
         }
-
-    def _counters(self) -> dict[str, Any]:
-        """vLLM's running totals of speculation, by the last part of their names. Empty for a plain engine."""
-        found = [metric for metric in self.llm.get_metrics() if metric.name.startswith(COUNTERS)]
-        return {m.name.removeprefix(COUNTERS): m.values if hasattr(m, "values") else m.value for m in found}  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much of the processors others took while the demo measured: on a shared machine the first thing to know about a timing."""
+"""How much of the processors others took meanwhile: on a shared machine the first thing to know about a timing."""
 
 from __future__ import annotations
 

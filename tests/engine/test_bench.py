@@ -1,0 +1,63 @@
+"""`vllm-specplugin bench` on the real engine: its samples are the engine's own figures, and a run ends with what to paste."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.engine import worker_environment
+from vllm_specplugin.bench.report import Report
+from vllm_specplugin.cli.main import app
+
+MAX_TOKENS = 48
+NGRAM = {"proposer": "ngram", "control": "fixed", "options": {"min_n": 1}, "draft_budget_ms": 60_000}  # patience: others compute
+TOO_LONG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 9, "prompt_lookup_max": 2}
+"""vLLM refuses it, when its engine starts."""
+REPETITIVE = "one two three four one two three four one two three four one two three"
+
+
+@pytest.fixture
+def on_v1(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in worker_environment("v1", "0.32").items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_run_on_the_users_own_prompts(tiny_model: Path, tmp_path: Path, on_v1: None) -> None:
+    prompts, page = tmp_path / "prompts.txt", tmp_path / "report.md"
+    prompts.write_text("".join(f"{REPETITIVE} {number}\n" for number in range(40)))
+    arguments = ["bench", "--model", str(tiny_model), "--prompts", str(prompts), "--concurrency", "1,3", "--repeat", "2"]
+    arguments += ["--max-tokens", str(MAX_TOKENS), "--engine-args", '{"dtype": "float32"}', "--markdown", str(page), "--json"]
+    for config in (NGRAM, TOO_LONG):
+        arguments += ["--config", json.dumps(config)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.stderr
+    report = Report.model_validate_json(done.stdout)
+
+    ngram, refused = "ngram control=fixed", [lost for lost in report.left_out if lost.candidate.startswith("vllm:ngram")]
+    assert [(cell.candidate, cell.concurrency) for cell in report.cells] == [
+        ("plain", 1),
+        (f"{ngram} draft_budget_ms=60000 min_n=1", 1),
+        ("plain", 3),
+        (f"{ngram} draft_budget_ms=60000 min_n=1", 3),
+    ]
+    assert len(refused) == 1
+    assert "prompt_lookup" in refused[0].why
+    assert Path(refused[0].why.split("log: ")[1]).is_file()
+    for cell in report.cells:
+        assert cell.speed.rounds == 2
+        assert 0 < cell.first_token_ms[0] <= cell.first_token_ms[1]
+        assert 0 < cell.per_token_ms[0] <= cell.per_token_ms[1]
+        assert cell.tokens_per_second > 0
+        if cell.candidate == "plain":
+            assert (cell.acceptance_length, cell.acceptance_rate) == (1.0, None)
+        else:
+            assert cell.acceptance_rate is not None
+            assert 0 < cell.acceptance_rate <= 1
+            # vLLM's counters and the steps that the requests were seen in tell the same story.
+            assert 1 < cell.acceptance_length <= 1 + 5 * cell.acceptance_rate
+    assert report.environment["vllm"] == "0.32.0"
+    assert not [note for note in report.notes if "KV cache" in note]
+    assert page.read_text().rstrip().splitlines()[-1].strip() == report.recommendation.line

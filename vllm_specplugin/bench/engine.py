@@ -1,0 +1,135 @@
+"""One engine of `bench` and `tune`, in a process of its own: serves batches of requests and times them.
+
+The only file of the package that imports vLLM. The engine's core runs inside this process, as in the demo: what is timed is the
+engine and not the wires between its processes, and an idle engine leaves the machine to the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_specplugin.engine_process import serve_engine, spec_counters
+
+GPU_SHARE = 0.9
+"""Of a GPU's memory, for all engines together."""
+KV_MARGIN = 1.25
+"""Times the target's own need: a drafter with layers of its own keeps keys and values too."""
+LEAST_KV = 2**27
+
+
+@dataclass
+class Timed:
+    """One request that is being timed; seconds count from the start of its batch."""
+
+    submitted: float
+    stamps: list[float] = field(default_factory=list)
+    """After each step that emitted tokens."""
+    tokens: int = 0
+
+
+class Engine:
+    """A vLLM engine that serves timed batches."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Load the engine.
+
+        `settings`: model, speculative_config (or None), engine_args, max_model_len, max_num_seqs, engines (alive at once).
+        """
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        on_cpu = current_platform.is_cpu()
+        arguments: dict[str, Any] = {
+            "enforce_eager": on_cpu,  # there as fast for a small model, and starts in a fifth of the time
+            "enable_prefix_caching": False,  # every engine must pay for each prompt
+            "max_num_seqs": settings["max_num_seqs"],
+            "max_model_len": settings["max_model_len"],
+            "disable_log_stats": False,  # the counters of speculation come from there
+        }
+        if not on_cpu:
+            arguments["gpu_memory_utilization"] = GPU_SHARE / settings["engines"]  # checked at the start, while others load
+        arguments |= {"model": settings["model"], **settings["engine_args"]}
+        if "kv_cache_memory_bytes" not in arguments:  # by default each engine would take what it finds free
+            arguments["kv_cache_memory_bytes"] = kv_bytes(arguments)
+        if settings["speculative_config"] is not None:
+            arguments["speculative_config"] = settings["speculative_config"]
+        self.llm = LLM(**arguments)
+        self.served = 0
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says about the engine."""
+        import torch
+        import vllm
+        from vllm.platforms import current_platform
+
+        config, cache = self.llm.llm_engine.model_config, self.llm.llm_engine.vllm_config.cache_config
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "device": current_platform.get_device_name() or current_platform.device_type,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "max_model_len": config.max_model_len,
+            "kv_cache_tokens": (cache.num_gpu_blocks or 0) * (cache.block_size or 0),
+        }
+
+    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, ignore_eos: bool) -> dict[str, Any]:
+        """Serve a batch, every prompt a request and all of them at once; what was measured: the fields of `samples.Sample`."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, output_kind=RequestOutputKind.DELTA
+        )
+        engine, before = self.llm.llm_engine, spec_counters(self.llm)
+        requests: dict[str, Timed] = {}
+        start = time.perf_counter()
+        for prompt in prompts:
+            self.served += 1
+            requests[str(self.served)] = Timed(time.perf_counter() - start)
+            engine.add_request(str(self.served), TokensPrompt(prompt_token_ids=list(prompt)), sampling)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.perf_counter() - start
+            for output in outputs:
+                request, emitted = requests[output.request_id], len(output.outputs[0].token_ids)  # type: ignore[union-attr]
+                if emitted:
+                    request.tokens += emitted
+                    request.stamps.append(now)
+        seconds = time.perf_counter() - start
+        after = spec_counters(self.llm)
+        drafted = {name: after.get(name, 0) - before.get(name, 0) for name in ("draft_tokens", "accepted_tokens")}
+        return {**measured(list(requests.values())), "seconds": seconds, **drafted}
+
+
+def measured(requests: Sequence[Timed]) -> dict[str, Any]:
+    """What the requests of a batch add up to."""
+    return {
+        "requests": len(requests),
+        "tokens": sum(request.tokens for request in requests),
+        "first_token": [request.stamps[0] - request.submitted for request in requests],
+        "per_token": [(r.stamps[-1] - r.stamps[0]) / (r.tokens - 1) for r in requests if r.tokens > 1],
+        "passes": sum(len(request.stamps) - 1 for request in requests),
+    }
+
+
+def kv_bytes(arguments: Mapping[str, Any]) -> int:
+    """What the KV cache takes where as many requests as may run are as long as they may be."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(**arguments).create_engine_config()
+    model, parallel = config.model_config, config.parallel_config
+    per_token = (
+        2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+    )
+    block = config.cache_config.block_size or 128
+    longest = -(-arguments["max_model_len"] // block) * block
+    return max(int(KV_MARGIN * per_token * longest * arguments["max_num_seqs"]), LEAST_KV)
+
+
+if __name__ == "__main__":
+    serve_engine(Engine)

@@ -1,0 +1,146 @@
+"""Several engines, alive at the same time, that answer the same requests in turns.
+
+Each is alone on the machine while it works, in turns that are short: as many requests as may run at once. A machine that slows
+down for a while (a neighbour, a hot processor) then slows all of them, and the ratios stay fair. No turn ends within a request:
+to an engine that times its passes in order to choose draft lengths, a pause would look like a slow pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.progress import Progress
+
+from vllm_specplugin.bench.candidates import Candidate, LeftOut
+from vllm_specplugin.bench.samples import Sample, total
+from vllm_specplugin.bench.traffic import Traffic
+from vllm_specplugin.engine_process import EngineProcess, as_loaded
+from vllm_specplugin.errors import SpecPluginError
+
+ENGINE = "vllm_specplugin.bench.engine"
+SLACK = 32
+"""Room in the context beyond the longest request, for drafts past its end."""
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How the engines are asked."""
+
+    concurrencies: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    """Every answer then has `max_tokens` tokens, whatever the model wants to say."""
+
+    def requests(self, concurrency: int, kinds: int) -> int:
+        """Of a round, at one concurrency: full turns, with at least one request of every kind."""
+        return concurrency * -(-kinds // concurrency)
+
+
+@dataclass
+class Lineup:
+    """The engines by name, in the order in which they were started. Used as a context, it ends them."""
+
+    model: str
+    load: Load
+    traffic: Traffic
+    engine_args: Mapping[str, Any]
+    at_once: int
+    """Most engines that will be alive at once: what they share the memory of a GPU by."""
+    logs: Path
+    bars: Progress
+    engines: dict[str, EngineProcess] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Of the engine that answered first; all are of one installation."""
+    failed: list[LeftOut] = field(default_factory=list)
+    _started: int = 0
+    _turn: int = 0
+
+    def __enter__(self) -> Lineup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for name in list(self.engines):
+            self.drop(name)
+
+    def start(self, candidates: Sequence[Candidate]) -> list[str]:
+        """Start engines and warm them up; the names of those that came up. The others are in `failed`, with the reason."""
+        settings = {
+            "model": self.model,
+            "engine_args": dict(self.engine_args),
+            "max_model_len": self.traffic.longest + self.load.max_tokens + SLACK,
+            "max_num_seqs": max(self.load.concurrencies),
+            "engines": self.at_once,
+        }
+        task = self.bars.add_task("loading engines", total=len(candidates))
+        for one in candidates:
+            self._started += 1
+            log = self.logs / f"{self._started}-{one.name.split()[0].replace(':', '-')}.log"
+            self.engines[one.name] = EngineProcess(one.name, ENGINE, {**settings, "speculative_config": one.config}, log)
+        names = {id(self.engines[one.name]): one.name for one in candidates}
+        for engine in as_loaded([self.engines[one.name] for one in candidates]):
+            self._keep(names[id(engine)], engine)
+            self.bars.advance(task)
+        started = [one.name for one in candidates if one.name in self.engines]
+        for concurrency in self.load.concurrencies:  # compiles what is compiled on first use
+            self._race(started, concurrency, min(WARM_UP_TOKENS, self.load.max_tokens), "warming up")
+        self.bars.remove_task(task)
+        return [name for name in started if name in self.engines]
+
+    def _keep(self, name: str, engine: EngineProcess) -> None:
+        """Take an engine that has loaded, or note why it has not."""
+        try:
+            facts = engine.wait()
+        except SpecPluginError as error:
+            self._lose(name, error)
+        else:
+            self.facts = self.facts or facts
+
+    def _lose(self, name: str, error: SpecPluginError) -> None:
+        """Note why an engine failed, and keep its log, which the reason names."""
+        self.failed.append(LeftOut(name, str(error)))
+        self.engines.pop(name).close()
+
+    def drop(self, name: str) -> None:
+        """End an engine that is not wanted any more."""
+        engine = self.engines.pop(name)
+        engine.close()
+        engine.log.unlink(missing_ok=True)
+
+    def race(self, concurrency: int) -> dict[str, Sample]:
+        """Let every engine answer the next requests of the traffic, so many at once.
+
+        An engine that fails is dropped, noted in `failed`, and not in the answer.
+        """
+        return self._race(list(self.engines), concurrency, self.load.max_tokens, f"{concurrency} at once")
+
+    def _race(self, names: Sequence[str], concurrency: int, max_tokens: int, what: str) -> dict[str, Sample]:
+        count = self.load.requests(concurrency, len(self.traffic.kinds))
+        prompts = self.traffic.take(count)
+        turns = [prompts[at : at + concurrency] for at in range(0, count, concurrency)]
+        task = self.bars.add_task(what, total=len(turns) * len(names))
+        found: dict[str, list[Sample]] = {name: [] for name in names}
+        for turn in turns:
+            self._turn += 1
+            first = self._turn % max(len(names), 1)
+            order = [*names[first:], *names[:first]]
+            for name in order if self._turn % 2 else reversed(order):  # nobody is always the first, nor after the same one
+                sample = self._serve(name, turn, max_tokens) if name in self.engines else None
+                found[name] += [] if sample is None else [sample]
+                self.bars.advance(task)
+        self.bars.remove_task(task)
+        return {name: total(samples) for name, samples in found.items() if name in self.engines}
+
+    def _serve(self, name: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Sample | None:
+        """One engine's turn; None where it failed."""
+        load = {"temperature": self.load.temperature, "ignore_eos": self.load.ignore_eos}
+        try:
+            return Sample.load(self.engines[name].call("serve", prompts=prompts, max_tokens=max_tokens, **load))
+        except SpecPluginError as error:
+            self._lose(name, error)
+            return None
