@@ -49,12 +49,21 @@ class SpecConfig(BaseModel):
     model: str | None = Field(None, description="heads or draft checkpoint, where the proposer has one")
     verifier: str = Field("auto", description="a registered verifier, or auto")
     draft_sampling: Literal["greedy", "probabilistic"] = Field("greedy", description="how a learned proposer picks its drafts")
-    control: Literal["fixed"] = Field("fixed", description="who sets the draft length")
+    control: Literal["fixed", "adaptive"] | None = Field(
+        None,
+        description="who sets the draft length: fixed (always k), or adaptive (up to k, as it pays); None: adaptive, unless "
+        "num_speculative_tokens is given",
+    )
     draft_budget_ms: float = Field(
         100.0, gt=0, le=60_000, description="milliseconds that drafting may take per step; a later draft is dropped"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="the proposer's own options")
     host: dict[str, Any] = Field(default_factory=dict, description="vLLM's own keys, passed on", exclude=True)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether draft lengths follow what pays."""
+        return self.control == "adaptive" if self.control is not None else self.num_speculative_tokens is None
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> SpecConfig:
@@ -153,7 +162,7 @@ def resolve(config: SpecConfig, target: Target | None = None) -> ResolvedConfig:
         ConfigError: wrong options, or parts that do not go together.
     """
     proposer = PROPOSERS.resolve(config.proposer)
-    options = _options(proposer, config)
+    options = options_of(proposer, config.proposer, config.options)
     capabilities = proposer.capabilities_for(config, options)
     if config.model is not None and not capabilities.checkpoint:
         raise ConfigError(f"'model' is {config.model!r}, but the proposer {config.proposer!r} loads no checkpoint; drop the key.")
@@ -185,7 +194,7 @@ def _num_speculative_tokens(proposer: type[Proposer], config: SpecConfig, option
     depth = proposer.depth(config, options, target)
     wanted = config.num_speculative_tokens
     if wanted is None:
-        return depth.default
+        return depth.default if depth.adaptive is None or not config.adaptive else depth.adaptive
     if depth.most is not None and wanted > depth.most:
         raise ConfigError(f"'num_speculative_tokens' is {wanted}, but it can be at most {depth.most}: {depth.why}.")
     return wanted
@@ -196,19 +205,24 @@ def _automatic(config: SpecConfig) -> str:
     return "token" if config.draft_sampling == "probabilistic" else "one_hot"
 
 
-def _options(proposer: type[Proposer], config: SpecConfig) -> BaseModel:
-    given = normalised_keys(config.options, "options.")
+def options_of(proposer: type[Proposer], name: str, raw: Mapping[str, Any], prefix: str = "options.") -> BaseModel:
+    """A proposer's own options, validated; `prefix` says where the user wrote them.
+
+    Raises:
+        ConfigError: one line that names the key, the value and what is allowed.
+    """
+    given = normalised_keys(raw, prefix)
     known = proposer.Options.model_fields
     for key in given:
         if key not in known and proposer.Options.model_config.get("extra") == "forbid":
             raise ConfigError(
-                f"'options.{key}' is no option of the proposer {config.proposer!r}{suggestion(key, known)} "
+                f"'{prefix}{key}' is no option of the proposer {name!r}{suggestion(key, known)} "
                 f"Valid: {', '.join(sorted(known)) or 'none'}."
             )
     try:
         return proposer.Options(**given)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, "options.")) from error
+        raise ConfigError(_one_line(error, prefix)) from error
 
 
 def _one_line(error: ValidationError, prefix: str) -> str:

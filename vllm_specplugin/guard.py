@@ -62,6 +62,23 @@ class Fault(str, Enum):
     BAD_PROBABILITIES = "bad_probabilities"
 
 
+class Fallback(str, Enum):
+    """Why a row that could have had drafts decodes without."""
+
+    __str__ = str.__str__
+
+    LATE = "late"
+    """The proposer's answer did not come in time."""
+    SKIPPED = "skipped"
+    """The proposer is not asked: it is still at an earlier step, or makes good for time that it took too much."""
+    FAILED = "failed"
+    """The proposer raised, or returned something that is no set of drafts."""
+    EXCLUDED = "excluded"
+    """The proposer failed at this very request before."""
+    SWITCHED_OFF = "switched_off"
+    """The proposer failed in too many steps in a row."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedDrafts:
     """Drafts that the engine can verify as they are."""
@@ -93,6 +110,8 @@ class Guard:
         self.budget_seconds = budget_ms / 1000
         self.faults: Counter[Fault] = Counter()
         """How often each fault happened."""
+        self.fallbacks: Counter[Fallback] = Counter()
+        """How many rows decoded without drafts for each reason."""
         self.seconds = 0.0
         """Time that steps waited for the proposer, over `steps` steps."""
         self.steps = 0
@@ -105,13 +124,15 @@ class Guard:
         self._steps_to_skip = 0
         capabilities = proposer.capabilities
         self._rows_are_independent = not capabilities.own_kv_cache
-        on_host_only = capabilities.tokens != "device" and capabilities.hidden_states == "none" and not capabilities.own_kv_cache
-        self._worker = Worker(f"specplugin-{name}") if on_host_only else None
+        reads_device = capabilities.tokens == "device" or capabilities.hidden_states != "none"
+        self.on_host_only = not (reads_device or capabilities.own_kv_cache)
+        """It asks nothing of the target's device, so that it can run beside the step."""
+        self._worker = Worker(f"specplugin-{name}") if self.on_host_only else None
 
     def propose(self, step: Step) -> CheckedDrafts:
         """The proposer's drafts for a step, checked; rows without drafts where it failed."""
         if self.switched_off or step.num_rows == 0:
-            return _empty(step)
+            return self._without(Fallback.SWITCHED_OFF, step)
         self.steps += 1
         if not self._plain:
             return self._ask(step)
@@ -119,6 +140,7 @@ class Guard:
         if len(kept) == step.num_rows:
             return self._ask(step)
         result = _empty(step)
+        self.fallbacks[Fallback.EXCLUDED] += step.num_rows - len(kept)
         if kept:
             drafts = self._ask(step.select(kept))
             result.token_ids[kept] = drafts.token_ids
@@ -133,6 +155,10 @@ class Guard:
                     unreliable=frozenset(kept[row] for row in drafts.unreliable),
                 )
         return result
+
+    def skip(self, request_ids: Sequence[str]) -> None:
+        """The proposer is not asked in a step, so it must start afresh with the requests in it."""
+        self._to_forget.update(request_ids)
 
     def observe(self, verdict: Verdict) -> None:
         """Hand the verdict on, unless the proposer has not kept up."""
@@ -155,9 +181,9 @@ class Guard:
     def _ask(self, step: Step) -> CheckedDrafts:
         if self._steps_to_skip > 0:
             self._steps_to_skip -= 1
-            return self._missed(step)
+            return self._missed(Fallback.SKIPPED, step)
         if self._worker is not None and self._worker.busy:
-            return self._missed(step)
+            return self._missed(Fallback.SKIPPED, step)
         started = time.perf_counter()
         if self._worker is None:
             drafts = self._attempt(step)
@@ -172,12 +198,19 @@ class Guard:
         if self._worker is None:
             self._steps_to_skip = min(int(seconds / self.budget_seconds), 10_000)
             return drafts
-        return self._missed(step)
+        return self._missed(Fallback.LATE, step)
 
-    def _missed(self, step: Step) -> CheckedDrafts:
+    def _missed(self, reason: Fallback, step: Step) -> CheckedDrafts:
         """The proposer does not see this step, so it must start afresh with the requests in it."""
         self._to_forget.update(step.request_ids)
+        return self._without(reason, step)
+
+    def _without(self, reason: Fallback, step: Step) -> CheckedDrafts:
+        self._fell_back(reason, step)
         return _empty(step)
+
+    def _fell_back(self, reason: Fallback, step: Step) -> None:
+        self.fallbacks[reason] += int(np.count_nonzero(step.limits))  # the others have no use for drafts
 
     def _attempt(self, step: Step) -> CheckedDrafts:
         self._forget_now()
@@ -199,8 +232,8 @@ class Guard:
                 self.name,
                 self._failed_steps,
             )
-            return _empty(step)
-        return self._row_by_row(step) if self._rows_are_independent else _empty(step)
+            return self._without(Fallback.FAILED, step)
+        return self._row_by_row(step) if self._rows_are_independent else self._without(Fallback.FAILED, step)
 
     def _row_by_row(self, step: Step) -> CheckedDrafts:
         """Find the rows at fault: they decode plainly from now on, the others keep their drafts."""
@@ -216,6 +249,7 @@ class Guard:
                 checked = self._check(self.proposer.propose(part), part)
             except RAISED:
                 failed.append(request.request_id)
+                self._fell_back(Fallback.FAILED, part)
                 continue
             result.token_ids[row] = checked.token_ids[0]
             result.lengths[row] = checked.lengths[0]

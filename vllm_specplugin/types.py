@@ -41,6 +41,10 @@ class Capabilities:
     """It needs weights: the `model` key of the configuration."""
     native: Literal["eagle", "eagle3", "mtp", "draft_model"] | None = None
     """The host's own drafting method that does its work, with the host's layers and KV cache; None for one of our own."""
+    request_keys: tuple[str, ...] = ()
+    """What it reads of a request's `extra_args["specplugin"]`, beside what every request may say."""
+    parts: tuple[str, ...] = ()
+    """The proposers that it is made of, of which a request may choose one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Depth:
     """The largest k that it can serve; None where nothing limits it."""
     why: str = ""
     """What sets `most`, to be read after 'at most 4: ' ('heads.safetensors has 4 Medusa heads')."""
+    adaptive: int | None = None
+    """k where the configuration does not say and control shortens drafts that do not pay; None: as `default`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,24 @@ def test_defaults() -> None:
     config = SpecConfig.parse({"proposer": "ngram"})
     resolved = resolve(config)
     assert config.dump() == {"proposer": "ngram"}
-    assert resolved.num_speculative_tokens == 5
+    assert resolved.num_speculative_tokens == 10
     assert resolved.verifier_name == "one_hot"
-    assert config.control == "fixed"
+    assert config.adaptive
+
+
+@pytest.mark.parametrize(
+    ("said", "adaptive", "k"),
+    [
+        ({}, True, 10),
+        ({"num_speculative_tokens": 3}, False, 3),
+        ({"control": "fixed"}, False, 5),
+        ({"control": "adaptive", "num_speculative_tokens": 3}, True, 3),
+    ],
+)
+def test_draft_lengths_are_adaptive_where_nobody_says_otherwise(said: dict[str, Any], adaptive: bool, k: int) -> None:
+    config = SpecConfig.parse({"proposer": "ngram", **said})
+    assert (config.adaptive, resolve(config).num_speculative_tokens) == (adaptive, k)
+    assert SpecConfig.parse(config.dump()) == config
 
 
 def test_dashes_and_underscores_are_equal() -> None:
@@ -65,7 +80,7 @@ def test_load_of_dump_is_equal(raw: dict[str, Any]) -> None:
         ({"proposer": "ngram", "model": "x"}, ["'model' is 'x'", "loads no checkpoint"]),
         ({"proposer": "ngram", "draft_sampling": "probabilistic"}, ["'draft_sampling'", "no probabilities"]),
         ({"proposer": "ngram", "draft_sampling": "beam"}, ["'draft_sampling' is 'beam'", "'greedy' or 'probabilistic'"]),
-        ({"proposer": "ngram", "control": "adaptive"}, ["'control' is 'adaptive'", "'fixed'"]),
+        ({"proposer": "ngram", "control": "auto"}, ["'control' is 'auto'", "'fixed' or 'adaptive'"]),
         ({"proposer": "ngram", "draft_budget_ms": 0}, ["'draft_budget_ms' is 0", "greater than 0"]),
         ({"proposer": "ngram", "options": {"minn": 2}}, ["'options.minn'", "did you mean 'min_n'?"]),
         ({"proposer": "ngram", "options": {"min_n": 0}}, ["'options.min_n' is 0"]),

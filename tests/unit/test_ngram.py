@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 from dataclasses import dataclass, field
 from itertools import product
@@ -15,6 +14,8 @@ from numba import njit
 from pydantic import ValidationError
 
 from tests.support.steps import host, step
+from tests.support.weak_hash import with_weak_hash
+from vllm_specplugin import compiled
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.proposers import ngram_index, ngram_kernels
 from vllm_specplugin.proposers.ngram import NgramOptions, NgramProposer
@@ -155,10 +156,7 @@ def test_every_short_text(min_n: int, max_n: int, vocabulary: int, length: int) 
 @pytest.fixture(scope="module")
 def colliding() -> types.ModuleType:
     """The kernels with a hash of 2 bits: nearly all entries of a table have the same hash and want the same place."""
-    source = inspect.getsource(ngram_kernels)
-    weak = source.replace("END_BITS = 25,", "END_BITS = 2,").replace("cache=True, ", "")
-    module = types.ModuleType("colliding_kernels")
-    exec(compile(weak, ngram_kernels.__file__, "exec"), module.__dict__)
+    module = with_weak_hash(ngram_kernels)
     assert module.HASH_BITS == 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram_index, "kernels", module)
@@ -297,8 +295,8 @@ def test_compiles_where_nothing_can_be_cached(monkeypatch: pytest.MonkeyPatch) -
             raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
         return njit(**options)
 
-    monkeypatch.setattr(ngram_kernels, "njit", njit_without_folder)
-    assert ngram_kernels.kernel(lambda number: number + 1)(1) == 2
+    monkeypatch.setattr(compiled, "njit", njit_without_folder)
+    assert compiled.kernel(lambda number: number + 1)(1) == 2
 
 
 # -- memory ----------------------------------------------------------------------

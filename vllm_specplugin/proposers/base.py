@@ -37,6 +37,8 @@ class Proposer(ABC, Generic[OptionsT]):
     capabilities: ClassVar[Capabilities] = Capabilities()
     default_num_speculative_tokens: ClassVar[int] = 5
     """k where the configuration does not say."""
+    adaptive_num_speculative_tokens: ClassVar[int | None] = None
+    """The same where control shortens drafts that do not pay, for a proposer that drafts further at no cost; None: as above."""
     host_keys: ClassVar[frozenset[str] | None] = None
     """Which of the host's own keys for draft checkpoints one of ours heeds; None: nobody says that any has no effect."""
 
@@ -67,7 +69,7 @@ class Proposer(ABC, Generic[OptionsT]):
         Raises:
             ConfigError: the checkpoint cannot be read, is of another family, or does not fit the target; both are named.
         """
-        return Depth(cls.default_num_speculative_tokens)
+        return Depth(cls.default_num_speculative_tokens, adaptive=cls.adaptive_num_speculative_tokens)
 
     def load(self, target: nn.Module) -> None:
         """Load weights and capture graphs, once, after the target model is loaded."""

@@ -30,12 +30,14 @@ class NgramOptions(ProposerOptions):
         le=MAX_N,
         description="Shortest suffix, in tokens, whose earlier occurrence is worth drafting from. 1 drafts nearly always, which "
         "pays at a small batch; 3 or more drafts seldom and well, which suits a large one.",
+        json_schema_extra={"tune": [1, 2, 3]},
     )
     max_n: int = Field(
         default=5,
         ge=1,
         le=MAX_N,
         description="Longest suffix that is told apart: of all occurrences that agree on this many tokens the latest is taken.",
+        json_schema_extra={"tune": [3, 5, 8]},
     )
     max_index_mib: int = Field(
         default=1024,
@@ -68,6 +70,7 @@ class NgramProposer(Proposer[NgramOptions]):
     """
 
     Options = NgramOptions
+    adaptive_num_speculative_tokens = 10
     capabilities = Capabilities(tokens="host")
 
     def __init__(self, host: Host, options: NgramOptions) -> None:

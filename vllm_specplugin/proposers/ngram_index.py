@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_specplugin.compiled import compile_all
 from vllm_specplugin.proposers import ngram_kernels as kernels
 from vllm_specplugin.proposers.ngram_arena import MIN_BLOCK, Arena
 from vllm_specplugin.proposers.ngram_kernels import CAPACITY, INDEXED, LENGTH, TABLE, TABLE_SIZE, TOKENS
@@ -21,18 +23,18 @@ WORD_BYTES = 8
 History = Callable[[int], NDArray[np.int32]]
 
 
-def block_words(num_tokens: int, entries_per_token: int = 1) -> int:
-    """Words in the smallest block for so many tokens: a power of two, at least two per token and table entry.
+def block_words(num_tokens: int, entries_per_token: int = 1, entry_words: int = 1) -> int:
+    """Words in the smallest block for so many tokens: a power of two, at least two per token and word of a table entry.
 
-    A quarter of a block holds tokens (two to a word), the rest the table, which is full at two thirds: room for as many
-    entries as tokens.
+    With entries of one word a quarter of a block holds tokens (two to a word), the rest the table, which is full at two
+    thirds: room for as many entries as tokens. With longer entries the tokens' part is so many times smaller.
     """
-    return max(MIN_BLOCK, 1 << (2 * num_tokens * entries_per_token - 1).bit_length())
+    return max(MIN_BLOCK, 1 << (2 * num_tokens * entries_per_token * entry_words - 1).bit_length())
 
 
-def most_bytes(max_tokens: int, max_requests: int) -> int:
+def most_bytes(max_tokens: int, max_requests: int, entry_words: int = 1) -> int:
     """What so many requests of that length can come to: two entries per token, and a block for the one that is just moving."""
-    return (max_requests + 1) * block_words(max_tokens, entries_per_token=2) * WORD_BYTES
+    return (max_requests + 1) * block_words(max_tokens, 2, entry_words) * WORD_BYTES
 
 
 class NgramIndex:
@@ -44,7 +46,16 @@ class NgramIndex:
 
     At most `build_tokens` tokens of requests that are new (or missed steps) are indexed per step; long prompts take several.
     One thread at a time. Apart from that limit and `max_bytes`, no request's drafts depend on its neighbours.
+
+    Another kind of index over the same blocks overrides the four methods that call compiled code (see `suffix_index`).
     """
+
+    entry_words: ClassVar[int] = 1
+    """Words of 8 bytes in a table entry."""
+    num_kernels: ClassVar[int] = 3
+    """How many functions there are to compile."""
+    name: ClassVar[str] = "n-gram"
+    """What warnings call it."""
 
     def __init__(
         self,
@@ -59,7 +70,7 @@ class NgramIndex:
     ) -> None:
         """`max_tokens` is the most in one request. Raises MemoryError where `max_bytes` cannot be reserved."""
         self.min_n, self.max_n, self.build_tokens = min_n, max_n, build_tokens
-        self.arena = Arena(min(max_bytes, most_bytes(max_tokens, max_requests)) // WORD_BYTES)
+        self.arena = Arena(min(max_bytes, most_bytes(max_tokens, max_requests, self.entry_words)) // WORD_BYTES)
         # Hashes that nobody can foresee, so that no prompt can be made of collisions. Drafts do not depend on them.
         self._salt = np.uint64(secrets.randbits(64) if salt is None else salt)
         self._state = np.zeros((max_requests, kernels.STATE_COLUMNS), dtype=np.int64)
@@ -104,20 +115,16 @@ class NgramIndex:
 
     def compile(self) -> None:
         """Compile every kernel, or fetch it from numba's cache, by serving a request that fills a block and outgrows it."""
+        compile_all(self._warm_up, self.num_kernels)
+        self.forget([""])
+
+    def _warm_up(self) -> None:
         tokens = np.arange(MIN_BLOCK // 2 + 1, dtype=np.int32) % 7
         prompt, last = tokens[:-1], tokens[-1:]
-        warm_up, one = [Request("")], np.ones(1, dtype=np.int64)
-        for failures_left in reversed(range(4)):
-            try:
-                self.forget([""])
-                self.advance(warm_up, last[:0], np.array([0, 0]), one * len(prompt), one, 1, lambda row: prompt)
-                self.advance(warm_up, last, np.array([0, 1]), one * len(tokens), one, 1, lambda row: tokens)
-                break
-            except OSError as error:  # numba has compiled a kernel, one of three, but could not save it: a full disk
-                if failures_left == 0:
-                    raise
-                logger.warning("The compiled n-gram index cannot be kept for the next start: %s", error)
+        requests, one = [Request("")], np.ones(1, dtype=np.int64)
         self.forget([""])
+        self.advance(requests, last[:0], np.array([0, 0]), one * len(prompt), one, 1, lambda row: prompt)
+        self.advance(requests, last, np.array([0, 1]), one * len(tokens), one, 1, lambda row: tokens)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Free the memory of requests; ids may be unknown."""
@@ -141,24 +148,62 @@ class NgramIndex:
         catches up with its history after missed steps. From then on a step costs O(max_n) per committed token and O(k) per
         row, amortised over the doublings of its block.
         """
-        rows = len(requests)
-        slots = self._slots_of(requests)
-        drafts = np.zeros((rows, k), dtype=np.int32)
-        counts, status = np.zeros((2, rows), dtype=np.int64)
         # Copies, since compiled code is bound to exact types and a read-only array has another one.
         ids = np.array(committed_ids, dtype=np.int32)
         offsets = np.array(committed_offsets, dtype=np.int64)
         known = np.array(lengths, dtype=np.int64)
         wanted = np.array(limits, dtype=np.int64)
+        return self._advance(requests, ids, offsets, known, wanted, k, history)
 
-        def run() -> bool:
-            memory = self.arena.words, self.arena.tokens, self._state
-            rules = self.min_n, self.max_n, self._salt
-            return kernels.advance(*memory, slots, ids, offsets, known, wanted, *rules, drafts, counts, status, self._work)
-
-        if not run() and self._settle(requests, slots, known, wanted, status, history):
-            run()
+    def _advance(
+        self,
+        requests: Sequence[Request],
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        limits: NDArray[np.int64],
+        k: int,
+        history: History,
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        rows = len(requests)
+        slots = self._slots_of(requests)
+        drafts = np.zeros((rows, k), dtype=np.int32)
+        counts, status = np.zeros((2, rows), dtype=np.int64)
+        step = slots, ids, offsets, lengths, limits
+        if not self._serve(*step, drafts, counts, status) and self._settle(requests, slots, lengths, limits, status, history):
+            self._serve(*step, drafts, counts, status)
         return drafts, counts
+
+    # -- compiled code -----------------------------------------------------------
+
+    def _serve(
+        self,
+        slots: NDArray[np.int64],
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        limits: NDArray[np.int64],
+        drafts: NDArray[np.int32],
+        counts: NDArray[np.int64],
+        status: NDArray[np.int64],
+    ) -> bool:
+        """Take in and draft for the rows that can be served; True if all can. May be called again for the same step."""
+        memory = self.arena.words, self.arena.tokens, self._state
+        rules = self.min_n, self.max_n, self._salt
+        done: bool = kernels.advance(*memory, slots, ids, offsets, lengths, limits, *rules, drafts, counts, status, self._work)
+        return done
+
+    def _index(self, slot: int, until: int) -> bool:
+        """Index the tokens of a slot up to `until`; False where its table is too full."""
+        memory = self.arena.words, self.arena.tokens, self._state
+        done: bool = kernels.build(*memory, slot, until, self.min_n, self.max_n, self._salt, self._work)
+        return done
+
+    def _move(self, old: NDArray[np.int64], new: NDArray[np.int64]) -> None:
+        """Copy the entries of one table, given by its slot's state, into an empty one."""
+        kernels.rehash(self.arena.words, int(old[TABLE]), int(old[TABLE_SIZE]), int(new[TABLE]), int(new[TABLE_SIZE]))
+
+    # -- rows ----------------------------------------------------------------------
 
     def _slots_of(self, requests: Sequence[Request]) -> NDArray[np.int64]:
         """`[rows]`, -1 where a request has none. Most steps have the rows of the last one, so those are kept."""
@@ -197,7 +242,7 @@ class NgramIndex:
         slot = self._slots.get(request_id)
         if slot is not None:
             return length <= self._state[slot, CAPACITY] or self._grow(request_id, length)
-        words = max(block_words(length), self._refused.get(request_id, 0))
+        words = max(block_words(length, entry_words=self.entry_words), self._refused.get(request_id, 0))
         offset = self.arena.allocate(words)
         if offset is None:
             return self._refuse(request_id, words)
@@ -215,9 +260,14 @@ class NgramIndex:
     def _place(self, slot: int, offset: int, words: int) -> None:
         """Give a slot a block, its table empty."""
         state = self._state[slot]
-        state[TOKENS], state[CAPACITY] = 2 * offset, words // 2
-        state[TABLE], state[TABLE_SIZE] = offset + words // 4, words - words // 4
-        self.arena.words[offset + words // 4 : offset + words] = 0
+        token_words = words // (4 * self.entry_words)
+        state[TOKENS], state[CAPACITY] = 2 * offset, 2 * token_words
+        state[TABLE], state[TABLE_SIZE] = offset + token_words, (words - token_words) // self.entry_words
+        self.arena.words[offset + token_words : offset + words] = 0
+
+    def _block_of(self, state: NDArray[np.int64]) -> tuple[int, int]:
+        """Offset and words of a slot's block."""
+        return int(state[TOKENS]) // 2, 2 * self.entry_words * int(state[CAPACITY])
 
     def _catch_up(self, request_id: str, history: NDArray[np.int32]) -> None:
         """Append what the history has beyond the known tokens; where it contradicts them, start again from it."""
@@ -240,8 +290,7 @@ class NgramIndex:
             return 0
         before = int(self._state[slot, INDEXED])
         until = min(int(self._state[slot, LENGTH]), before + max(0, allowance))
-        memory = self.arena.words, self.arena.tokens, self._state
-        while not kernels.build(*memory, slot, until, self.min_n, self.max_n, self._salt, self._work):
+        while not self._index(slot, until):
             if not self._grow(request_id, until):
                 break
         return until - before
@@ -250,8 +299,8 @@ class NgramIndex:
         """Move a request to a block at least twice as large; where there is none its index is dropped, and False returned."""
         slot = self._slots[request_id]
         old = self._state[slot].copy()
-        old_words, old_offset = 2 * int(old[CAPACITY]), int(old[TOKENS]) // 2
-        words = max(2 * old_words, block_words(length))
+        old_offset, old_words = self._block_of(old)
+        words = max(2 * old_words, block_words(length, entry_words=self.entry_words))
         offset = self.arena.allocate(words)
         if offset is None:
             self._drop(request_id)
@@ -259,7 +308,7 @@ class NgramIndex:
         self._place(slot, offset, words)
         new = self._state[slot]
         self.arena.tokens[new[TOKENS] : new[TOKENS] + old[LENGTH]] = self.arena.tokens[old[TOKENS] : old[TOKENS] + old[LENGTH]]
-        kernels.rehash(self.arena.words, int(old[TABLE]), int(old[TABLE_SIZE]), int(new[TABLE]), int(new[TABLE_SIZE]))
+        self._move(old, new)
         self.arena.free(old_offset, old_words)
         return True
 
@@ -267,8 +316,7 @@ class NgramIndex:
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self._last_requests = None
-            state = self._state[slot]
-            self.arena.free(int(state[TOKENS]) // 2, 2 * int(state[CAPACITY]))
+            self.arena.free(*self._block_of(self._state[slot]))
             self._free_slots.append(slot)
 
     def _refuse(self, request_id: str, words: int) -> bool:
@@ -277,8 +325,9 @@ class NgramIndex:
             self._warned = True
             size = len(self.arena.words) * WORD_BYTES >> 20
             logger.warning(
-                "The n-gram index has no room for request %s: it is bounded at %d MiB (option max_index_mib). "
-                "Such requests decode without n-gram drafts until others end.",
+                "The %s index has no room for request %s: it is bounded at %d MiB (option max_index_mib). "
+                "Such requests decode without drafts from it until others end.",
+                self.name,
                 request_id,
                 size,
             )

@@ -25,14 +25,13 @@ so `advance` works in passes over the batch, each asking for the memory that the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from vllm_specplugin.compiled import kernel, part
 
 HASH_BITS, LENGTH_BITS, END_BITS = 25, 5, 28
 MAX_N = 1 << LENGTH_BITS
@@ -58,20 +57,6 @@ _HASH_SHIFT = np.uint64(64 - HASH_BITS)
 
 Words = NDArray[np.int64]
 Tokens = NDArray[np.int32]
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def kernel(function: FunctionT) -> FunctionT:
-    """Compile at the first call, and keep the machine code on disk where numba finds a folder that it may write to."""
-    try:
-        return cast(FunctionT, njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # "no locator available": neither NUMBA_CACHE_DIR, __pycache__ nor the user's cache is writable
-        return cast(FunctionT, njit(nogil=True)(function))
-
-
-def part(function: FunctionT) -> FunctionT:
-    """Compile as a part of the kernels that call it."""
-    return cast(FunctionT, njit(nogil=True)(function))
 
 
 @intrinsic

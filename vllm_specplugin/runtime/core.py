@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -10,17 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.logger import init_logger
 
+from vllm_specplugin.control.controller import Controller
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.guard import CheckedDrafts, Guard
 from vllm_specplugin.noise import DraftNoise, owner_of
 from vllm_specplugin.proposers.native import NativeProposer
-from vllm_specplugin.registry import normalise
+from vllm_specplugin.registry import PROPOSERS, normalise
 from vllm_specplugin.request_args import draft_limit, read
 from vllm_specplugin.runtime.judging import Drafted
 from vllm_specplugin.runtime.layers import VllmLayers
+from vllm_specplugin.runtime.meter import Meter
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig, host_of
 from vllm_specplugin.runtime.text import encoder
 from vllm_specplugin.scorers.uniforms import key_of
@@ -46,17 +49,40 @@ class Runtime:
         self.k: int = spec.num_speculative_tokens
         host = host_of(vllm_config, self.resolved, runner, str(device), get_tensor_model_parallel_rank())
         eager = self.resolved.config.host.get("enforce_eager", vllm_config.model_config.enforce_eager)
+        self._data_parallel = vllm_config.parallel_config.data_parallel_size > 1
         self.host = replace(host, layers=VllmLayers(device, eager), encode=encoder(vllm_config.model_config))
         self._model_config = vllm_config.model_config
         proposer = self.resolved.proposer(self.host, self.resolved.options)
         self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
         self.verifier = self.resolved.verifier()
         self.drafted = Drafted()
+        self.controller = self._control(vllm_config)
+        """What sets draft lengths; None where they are fixed."""
+        self._asked: bool | None = None
+        """Whether the host's own drafter was asked in this step, where that is decided before its tokens are known."""
+        self._tested: NDArray[np.int64] | None = None
+        """`[rows]`, how many drafts the pass that is over verified; None for none."""
+        self.meter = Meter(self, device)
         self._requests: dict[str, Request] = {}
         self._arrived = 0
         self._noise_keys: dict[str, int] = {}
         self._drafted: dict[str, int] = {}
         """How many drafts each request was given last, for a proposer that wants verdicts."""
+
+    def _control(self, vllm_config: VllmConfig) -> Controller | None:
+        config, capabilities = self.resolved.config, self.resolved.capabilities
+        if not config.adaptive:
+            return None
+        if vllm_config.scheduler_config.async_scheduling:
+            if config.control == "adaptive":
+                logger.warning(
+                    "'control' is 'adaptive', but asynchronous scheduling plans a pass, k drafts for each request, before "
+                    "it is known what they are: draft lengths are fixed. Use --no-async-scheduling for adaptive ones."
+                )
+            return None
+        drafting = {name: PROPOSERS.resolve(name).capabilities for name in capabilities.parts} or {config.proposer: capabilities}
+        stateful = [name for name, needs in drafting.items() if needs.native is not None or needs.own_kv_cache]
+        return Controller(config.proposer, self.k, self.host.max_num_seqs, stateful)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -71,7 +97,7 @@ class Runtime:
         """The proposer takes the host's drafts as they are, so that nobody need wait for what the host does not know yet."""
         guard = self.guard
         passes_on = type(guard.proposer).propose is NativeProposer.propose
-        return passes_on and not guard.wants_verdicts and not guard.switched_off
+        return passes_on and not guard.wants_verdicts and not guard.switched_off and self.controller is None
 
     @property
     def max_model_len(self) -> int:
@@ -82,6 +108,8 @@ class Runtime:
     def load(self, target: torch.nn.Module) -> None:
         """Load the proposer; an error here stops the start, as any error of loading a model does."""
         self.guard.proposer.load(target)
+        if self.controller is not None:
+            self.controller.compile()
         logger.info(
             "Speculative decoding by vllm-specplugin: proposer=%s, k=%d, verifier=%s, model runner %s.",
             self.resolved.config.proposer,
@@ -146,6 +174,8 @@ class Runtime:
             self.drafted.drop(request_id)
         if gone:
             self.guard.forget(gone)
+            if self.controller is not None:
+                self.controller.forget(gone)
 
     # -- steps -----------------------------------------------------------------
 
@@ -160,6 +190,7 @@ class Runtime:
         hidden_states: torch.Tensor | None = None,
         aux_hidden_states: torch.Tensor | None = None,
         native: NativeDrafter | None = None,
+        spent: float = 0.0,
     ) -> CheckedDrafts:
         """One step's drafts, checked.
 
@@ -173,12 +204,16 @@ class Runtime:
             hidden_states: `[rows, hidden]`, where the proposer asks for them.
             aux_hidden_states: `[rows, layers * hidden]`, likewise.
             native: the host's own drafter, where the proposer works with one.
+            spent: seconds that the host's own drafter took for this step.
         """
         # A pass over d drafts can emit d + 1 tokens, and none may lie at or beyond max_model_len.
         room = self.max_model_len - 1 - lengths
         limits = np.minimum(np.maximum(room, 0), self.wanted(requests, k)) * (committed_counts > 0)
         offsets = np.zeros(len(requests) + 1, dtype=np.int64)
         committed_counts.cumsum(out=offsets[1:])
+        request_ids = [request.request_id for request in requests]
+        if self.controller is not None and not self._asks(self.controller, request_ids, committed_ids, offsets, spent):
+            return self._without_drafts(self.controller, request_ids, k)
         step = Step(
             requests=requests,
             k=k,
@@ -192,7 +227,10 @@ class Runtime:
             aux_hidden_states=aux_hidden_states,
             native=native,
         )
+        began = time.perf_counter() - spent
         checked = self.guard.propose(step)
+        if self.controller is not None:
+            checked = self._controlled(self.controller, checked, step, time.perf_counter() - began)
         self.drafted.keep(step.request_ids, checked)
         if self.wants_verdicts:
             self._drafted.update(zip(step.request_ids, checked.lengths.tolist(), strict=True))
@@ -211,6 +249,71 @@ class Runtime:
             tested: `[rows]`, how many drafts the host verified.
             emitted: `[rows]`, how many tokens each row emitted: the accepted drafts and one more; 0 where it emitted none.
         """
+        self._tested = tested
+
+    # -- control ---------------------------------------------------------------
+
+    def asks_native(self, request_ids: Sequence[str]) -> bool:
+        """Whether the host's own drafter is to run in this step; asked before the tokens of the step are known.
+
+        Args:
+            request_ids: `[rows]`.
+        """
+        if self.controller is None or self._data_parallel:  # all data-parallel ranks run their drafters, or none
+            return True
+        self._asked = self._same_on_all_ranks(self.controller.asks(request_ids))
+        return self._asked
+
+    def _same_on_all_ranks(self, asks: bool) -> bool:
+        """The ranks' parts of a proposer work together, so either all are asked or none; but their clocks differ."""
+        if self.host.tensor_parallel_size == 1 or self.guard.on_host_only:
+            return asks
+        group = get_tp_group()
+        return bool(group.broadcast_object(asks if group.is_first_rank else None, src=0))
+
+    def _asks(
+        self,
+        controller: Controller,
+        request_ids: Sequence[str],
+        committed_ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        spent: float,
+    ) -> bool:
+        """Tell control what the pass that is over brought; whether the proposer is to be asked."""
+        tested, self._tested = self._tested, None
+        if tested is None:
+            tested = np.zeros(len(request_ids), dtype=np.int64)
+        controller.begin(request_ids, committed_ids, offsets, tested, spent)
+        asked, self._asked = self._asked, None
+        return self._same_on_all_ranks(controller.asks(request_ids)) if asked is None else asked
+
+    def _without_drafts(self, controller: Controller, request_ids: Sequence[str], k: int) -> CheckedDrafts:
+        """A step in which the proposer is not asked."""
+        self.guard.skip(request_ids)
+        for request_id in request_ids:
+            self.drafted.drop(request_id)
+            self._drafted.pop(request_id, None)
+        controller.end()
+        rows = len(request_ids)
+        return CheckedDrafts(np.zeros((rows, k), dtype=np.int64), np.zeros(rows, dtype=np.int64))
+
+    def _controlled(self, controller: Controller, checked: CheckedDrafts, step: Step, seconds: float) -> CheckedDrafts:
+        """As many of the drafts as pay; asking for them took `seconds`."""
+        lengths = controller.lengths(
+            step.request_ids,
+            checked.token_ids,
+            checked.lengths,
+            step.limits,
+            seconds,
+            checked.sources,
+            checked.expected,
+            by_chance=checked.probabilities is not None or bool(checked.unreliable),
+        )
+        controller.end()
+        if (lengths == checked.lengths).all():
+            return checked
+        token_ids = np.where(np.arange(step.k) < lengths[:, None], checked.token_ids, 0)
+        return replace(checked, token_ids=token_ids, lengths=lengths)
 
     def observe(self, requests: Sequence[Request], tested: NDArray[np.int64], rows: Sequence[Sequence[int]]) -> None:
         """Tell the proposer what became of its drafts.

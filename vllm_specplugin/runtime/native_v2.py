@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_specplugin.runtime.control import Stopwatch
 from vllm_specplugin.runtime.native import NativeDrafts, check_draft_vocabulary
 from vllm_specplugin.runtime.v2 import Drafting
 from vllm_specplugin.scorers.uniforms import pass_keys
@@ -37,6 +38,7 @@ class _Overlay:
 
     def __init__(self, speculator: DraftModelSpeculator, drafting: Drafting) -> None:
         self.speculator, self.drafting = speculator, drafting
+        self._stopwatch = Stopwatch(drafting.device)
         self._stock_propose, self._stock_load = speculator.propose, speculator.load_draft_model
         speculator.propose, speculator.load_draft_model = self.propose, self.load_draft_model  # type: ignore[method-assign]
 
@@ -67,36 +69,41 @@ class _Overlay:
     ) -> torch.Tensor:
         """Draft for one step; returns `[requests, k]` int64 in the speculator's own buffer."""
         speculator, drafting = self.speculator, self.drafting
+        states = (last_hidden_states, aux_hidden_states, num_sampled, num_rejected)
         dummy_run = options.get("dummy_run", False)
+        wanted = options.get("num_speculative_tokens")
+        k = drafting.k if wanted is None else wanted
+        if not dummy_run and not drafting.runtime.asks_native(input_batch.req_ids):
+            out = speculator.draft_tokens[: input_batch.num_reqs]
+            drafting.propose(input_batch, *states, k, out)
+            return out
         if speculator.draft_logits is not None and not dummy_run:
             # V2 keys a draft's noise by its place in the request, so that a draft which was refused comes again in the next pass;
             # `block` may have refused it by what came after it (see `noise`). With a key per pass it is drawn anew.
             seeds = pass_keys(seeds, drafting.req_states.total_len.gpu)
-        out: torch.Tensor = self._stock_propose(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            last_sampled,
-            next_prefill_tokens,
-            temperature,
-            seeds,
-            **options,
-        )
+        with self._stopwatch:
+            out = self._stock_propose(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                next_prefill_tokens,
+                temperature,
+                seeds,
+                **options,
+            )
         if dummy_run:
             return out
-        wanted = options.get("num_speculative_tokens")
-        k = drafting.k if wanted is None else wanted
         probabilities = self._probabilities(input_batch, temperature, k)
         if drafting.runtime.hands_native_drafts_on:
             self._hand_on(input_batch, num_sampled, k, probabilities)
         else:
             native = NativeDrafts(Drafts(token_ids=out[:, :k].clone(), probabilities=probabilities))
-            states = (last_hidden_states, aux_hidden_states, num_sampled, num_rejected)
-            drafting.propose(input_batch, *states, k, out, native)
+            drafting.propose(input_batch, *states, k, out, native, self._stopwatch)
         return out
 
     def _probabilities(self, input_batch: InputBatch, temperature: torch.Tensor, k: int) -> torch.Tensor | None:
@@ -126,4 +133,5 @@ class _Overlay:
             sound = (probabilities.sum(dim=-1) - 1).abs() < SURE  # [requests, k]
             lengths = lengths.minimum(sound.long().cumprod(dim=1).sum(dim=1))
         drafting.keep_lengths(input_batch, lengths)
+        runtime.meter.drafted(input_batch.req_ids, None)
         runtime.drafted.keep_all(input_batch.req_ids, probabilities)

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_specplugin.guard import CheckedDrafts
+from vllm_specplugin.runtime.control import Stopwatch, remember
 from vllm_specplugin.runtime.core import Runtime
 from vllm_specplugin.runtime.native import NativeDrafts, check_draft_vocabulary
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
@@ -56,9 +57,11 @@ def attach(runner: GPUModelRunner) -> None:
     if drafter is None:  # not the last pipeline stage
         return
     hooks = _Hooks(runner, drafter.runtime) if spec.native is None else _NativeHooks(runner)
+    remember(runner, hooks.runtime)
     runner._update_states = hooks.update_states
     runner._input_fits_in_drafter = hooks.input_fits_in_drafter
     runner.propose_draft_token_ids = hooks.propose_draft_token_ids
+    hooks.runtime.meter.attach(runner, runner, "propose_draft_token_ids")
     runner.rejection_sampler = Verification(runner, hooks.runtime)
     if hooks.runtime.capabilities.hidden_states == "aux":
         runner.use_aux_hidden_state_outputs = True
@@ -113,6 +116,7 @@ class _Hooks:
         history: History,
         states: tuple[torch.Tensor, list[torch.Tensor] | None, Any, Any],
         native: NativeDrafter | None = None,
+        spent: float = 0.0,
     ) -> CheckedDrafts:
         """One step's drafts; the arguments as in `Runtime.propose`, `states` as in `propose_draft_token_ids`."""
         runtime = self.runtime
@@ -133,7 +137,9 @@ class _Hooks:
                     places = spec_decode_metadata.logits_indices[rows]
                 aux = torch.cat([layer[places] for layer in aux_hidden_states], dim=-1)
         k = scheduler_output.num_spec_tokens_to_schedule
-        return runtime.propose(requests, k, committed, counts, lengths, history, hidden, aux, native)
+        drafts = runtime.propose(requests, k, committed, counts, lengths, history, hidden, aux, native, spent)
+        runtime.meter.drafted(self.runner.input_batch.req_ids, drafts)
+        return drafts
 
     def _requests(self) -> list[Request]:
         runner = self.runner
@@ -150,6 +156,7 @@ class _NativeHooks(_Hooks):
         self._stock_input_fits = runner._input_fits_in_drafter
         self._stock_load_model = runner.drafter.load_model
         runner.drafter.load_model = self.load_model
+        self._stopwatch = Stopwatch(runner.device)
 
     def load_model(self, target: torch.nn.Module) -> None:
         """Load the drafter, then the proposer."""
@@ -173,19 +180,22 @@ class _NativeHooks(_Hooks):
         runner = self.runner
         if not self._fits(common_attn_metadata):
             return self._without_drafter()
-        token_ids = self._stock_propose(
-            scheduler_output,
-            sampled_token_ids,
-            sampling_metadata,
-            hidden_states,
-            sample_hidden_states,
-            aux_hidden_states,
-            spec_decode_metadata,
-            common_attn_metadata,
-            slot_mappings,
-        )
-        # What they were drawn from, after temperature; None where nobody in the batch samples.
-        native = NativeDrafts(Drafts(token_ids=token_ids, probabilities=runner._draft_probs))
+        native = None
+        if self.runtime.asks_native(runner.input_batch.req_ids):
+            with self._stopwatch:
+                token_ids = self._stock_propose(
+                    scheduler_output,
+                    sampled_token_ids,
+                    sampling_metadata,
+                    hidden_states,
+                    sample_hidden_states,
+                    aux_hidden_states,
+                    spec_decode_metadata,
+                    common_attn_metadata,
+                    slot_mappings,
+                )
+            # What they were drawn from, after temperature; None where nobody in the batch samples.
+            native = NativeDrafts(Drafts(token_ids=token_ids, probabilities=runner._draft_probs))
         runner._draft_probs = runner._draft_prob_req_ids = None
         batch = runner.input_batch
         emitted = sampled_token_ids.cpu().numpy()  # by now the drafter's work is queued, so the device does not run dry
@@ -195,7 +205,8 @@ class _NativeHooks(_Hooks):
         known = batch.num_tokens_no_spec[: len(emitted)].astype(np.int64)
         history = _GrowingTokenTable(batch.token_ids_cpu, known, committed, counts, runner.device)
         states = (sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata)
-        return self._drafts(scheduler_output, committed, counts, known + counts, history, states, native).rows()
+        spent = 0.0 if native is None else self._stopwatch.seconds
+        return self._drafts(scheduler_output, committed, counts, known + counts, history, states, native, spent).rows()
 
     def _fits(self, common_attn_metadata: Any) -> bool:
         """Whether the drafter can go k tokens beyond each row.

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specplugin.guard import CheckedDrafts
+from vllm_specplugin.runtime.control import Stopwatch, remember
 from vllm_specplugin.runtime.core import Runtime
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
 from vllm_specplugin.runtime.v2_sampler import Verification
@@ -59,9 +60,10 @@ class Drafting:
         k: int,
         out: torch.Tensor,
         native: NativeDrafter | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         """Have the proposer draft, and put its tokens into `out` `[requests, most k]` int64, every id valid."""
-        drafts = self._drafts(input_batch, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, k, native)
+        drafts = self._drafts(input_batch, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, k, native, stopwatch)
         packed = np.zeros((len(out), self.k + 1), dtype=np.int64)
         packed[:, :k] = drafts.token_ids
         packed[:, -1] = drafts.lengths
@@ -72,6 +74,7 @@ class Drafting:
             packed = on_device.cpu().numpy()
         out.copy_(on_device[:, :-1])
         self.keep_lengths(input_batch, on_device[:, -1], packed[:, -1].tolist())
+        self.runtime.meter.drafted(input_batch.req_ids, drafts)
 
     def keep_lengths(self, input_batch: InputBatch, lengths: torch.Tensor, on_host: Sequence[int] | None = None) -> None:
         """Note how many drafts each request of a step has: `[requests]` on the device, and on the host where known there."""
@@ -94,6 +97,7 @@ class Drafting:
         num_rejected: torch.Tensor,
         k: int,
         native: NativeDrafter | None,
+        stopwatch: Stopwatch | None,
     ) -> CheckedDrafts:
         runtime, states = self.runtime, self.req_states
         rows = input_batch.num_reqs
@@ -120,7 +124,8 @@ class Drafting:
             if aux_hidden_states is not None:
                 aux = torch.cat([layer[last] for layer in aux_hidden_states], dim=-1)
         history = _TokenStates(states, input_batch.idx_mapping_np, lengths)
-        return runtime.propose(requests, k, committed, counts, lengths, history, hidden, aux, native)
+        spent = 0.0 if native is None or stopwatch is None else stopwatch.seconds  # known, since the device was waited for
+        return runtime.propose(requests, k, committed, counts, lengths, history, hidden, aux, native, spent)
 
 
 class PluginSpeculator(DraftModelSpeculator):
@@ -219,6 +224,8 @@ def attach(runner: GPUModelRunner) -> None:
         drafting = overlay(speculator, runner)
     else:
         return
+    drafting.runtime.meter.attach(runner, speculator, "propose")
+    remember(runner, drafting.runtime)
     if drafting.runtime.capabilities.hidden_states == "aux":
         runner.use_aux_hidden_state_outputs = True
     if runner.scheduler_config.async_scheduling:

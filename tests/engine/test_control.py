@@ -1,0 +1,121 @@
+"""Control in real engines: tokens stay those of plain decoding, drafts that do not pay are no longer verified, nor asked for.
+
+What passes cost is pretended: how long they take on the machine that runs the tests must not decide what is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.engine.common import GREEDY, PATIENCE_MS, PROMPTS, SEEDED, Counters, SideBySide, absent_token, assert_same, script
+from tests.support.engine import EngineWorker
+from tests.support.mixtures import mixture
+from tests.support.tiny import tiny_model
+
+K = 4
+FLAT = ([1, 512], [0.010, 0.011])
+"""Rows, and seconds of a pass over them: verifying costs next to nothing."""
+STEEP = ([1, 512], [0.010, 5.120])
+"""Verifying a draft costs as much as a token."""
+NUM_TOKENS = {"v1": 60, "v2": 20}  # V2's interpreter is slow
+
+
+def open_adaptive(engines: SideBySide, costs: tuple[list[int], list[float]], asking: float = 1e-5, **plugin: Any) -> None:
+    engines.open(K, plugin={"control": "adaptive", **plugin})
+    engines.drafting.call("tests.engine.inside:pretend_costs", *costs, asking)
+
+
+def state(engines: SideBySide) -> Any:
+    return engines.drafting.call("tests.engine.inside:control")
+
+
+def scripts(engines: SideBySide, modes: Sequence[str], num_tokens: int) -> list[dict[str, Any]]:
+    prompts = PROMPTS[: len(modes)]
+    asked = [(GREEDY, SEEDED)[row % 2] | {"max_tokens": num_tokens} for row in range(len(modes))]
+    known = engines.baseline(prompts, [each | {"max_tokens": num_tokens + K} for each in asked])
+    wrong = absent_token(*(result.token_ids for result in known))
+    return [
+        each | script(mode, prompt, result.token_ids, token=wrong)
+        for each, mode, prompt, result in zip(asked, modes, prompts, known, strict=True)
+    ]
+
+
+def draft(engines: SideBySide, modes: Sequence[str]) -> Counters:
+    """The metrics of one batch; its tokens are those of plain decoding."""
+    num_tokens = NUM_TOKENS[engines.runner]
+    params = scripts(engines, modes, num_tokens)
+    results, counters = engines.draft(PROMPTS[: len(modes)], params)
+    known = engines.baseline(PROMPTS[: len(modes)], [{**each, "extra_args": {}} for each in params])
+    assert_same(results, known)
+    return counters
+
+
+def test_each_request_is_drafted_for_as_far_as_it_pays(engines: SideBySide) -> None:
+    open_adaptive(engines, FLAT)
+    free = draft(engines, ["oracle", "constant", "oracle", "constant"])
+    assert free.draft_tokens > 3 * free.accepted > 0  # what costs nothing is verified, right or wrong
+
+    engines.drafting.call("tests.engine.inside:change_costs", [1, 512], [0.010, 2.0], 1e-5)
+    dear = draft(engines, ["oracle", "constant", "oracle", "constant"])
+    assert dear.accepted > 0
+    assert dear.accepted > 0.8 * dear.draft_tokens  # the others had their first drafts refused, and no more
+    assert state(engines).regime == "drafting"
+
+
+def test_drafts_that_do_not_pay_are_not_verified(engines: SideBySide) -> None:
+    open_adaptive(engines, STEEP, asking=1e-3)
+    first = draft(engines, ["constant"] * 4)
+    second = draft(engines, ["constant"] * 4)
+    assert (first.accepted, second.accepted) == (0, 0)
+    assert first.draft_tokens <= 4 * K
+    assert second.draft_tokens == 0
+    if engines.runner == "v1":  # whose requests are long enough for a verdict on the proposer as a whole
+        assert (state(engines).regime, state(engines).changes) == ("paused", 1)
+        lines = [line for line in engines.drafting.log().splitlines() if "does not pay now and is paused" in line]
+        assert lines
+        assert "Drafting by 'scripted'" in lines[-1]
+        assert "0% agreed with the answers" in lines[-1]
+
+
+def test_a_native_drafter_is_paused_and_comes_back(engines: SideBySide, pytestconfig: pytest.Config) -> None:
+    """The target drafts for itself, so its drafts are right wherever its KV cache is whole."""
+    target = tiny_model(pytestconfig.cache.mkdir("tiny"))
+    open_adaptive(engines, STEEP, asking=0.050, proposer="draft_model", model=str(target))
+    engines.drafting.call("tests.engine.inside:watch_native_passes")
+    params = GREEDY | {"max_tokens": NUM_TOKENS[engines.runner]}
+    known = engines.baseline(PROMPTS[:4], params)
+    while state(engines).regime == "drafting":
+        results, counters = engines.draft(PROMPTS[:4], params)
+        assert_same(results, known)
+        assert counters.draft_tokens == 0 or counters.accepted > 0
+    engines.drafting.call("tests.engine.inside:native_passes")
+    results, counters = engines.draft(PROMPTS[:4], params)
+    assert_same(results, known)
+    assert (counters.draft_tokens, engines.drafting.call("tests.engine.inside:native_passes")) == (0, 0)
+
+    engines.drafting.call("tests.engine.inside:change_costs", *FLAT, 1e-5)  # asking is cheap now, and verifying too
+    passes = 0
+    while state(engines).regime == "paused":
+        results, counters = engines.draft(PROMPTS[:4], params)
+        assert_same(results, known)
+        passes += engines.drafting.call("tests.engine.inside:native_passes")
+    assert passes > 0  # on requests that began then
+    results, counters = engines.draft(PROMPTS[:4], params)
+    assert_same(results, known)
+    assert counters.accepted == counters.draft_tokens > 0  # nobody lapsed that is drafted for
+
+
+def test_a_mixture_of_experts(v1: EngineWorker, drafting_v1: EngineWorker, pytestconfig: pytest.Config) -> None:
+    """With the default configuration: passes are timed at start-up, and the tokens are plain decoding's."""
+    target = mixture(pytestconfig.cache.mkdir("tiny"))
+    v1.open(target)
+    drafting_v1.open(target, {"proposer": "ngram", "draft_budget_ms": PATIENCE_MS})
+    prompts = [[7, 8, 9] * 8, PROMPTS[3]]
+    params = GREEDY | {"max_tokens": 40}
+    assert_same(drafting_v1.generate(prompts, params), v1.generate(prompts, params))
+    line = next(line for line in reversed(drafting_v1.log().splitlines()) if "Timed passes of the target" in line)
+    assert "milliseconds by rows: 1: " in line
+    assert drafting_v1.call("tests.engine.inside:control") is not None

@@ -1,0 +1,179 @@
+"""How probably a draft is accepted: by who drafted it, how far ahead it is, how well drafts went just before, and whose it is.
+
+A draft that was picked without chance can be judged without being verified: it would have been accepted exactly if the target's
+own token equals it. So every draft is held against the tokens that its request goes on to commit, whether it was verified or
+trimmed. That is how estimates stay right while nothing is verified, and it costs the target nothing. A draft that was drawn by
+chance is judged only where it was verified: it may be accepted more often than the same token would be drawn again.
+
+All of this is about tokens that are committed. What a step decides depends on nothing that is still to be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_specplugin.control import kernels
+
+STREAKS = np.array([1, 4, 16])
+"""Kinds of moments: how many of the request's last tokens in a row had been drafted right; none, from 1, from 4, from 16."""
+
+BINS = 8
+"""Kinds of drafts of a proposer that says itself how sure it is: by its own estimate."""
+
+PRIOR, PRIOR_TESTS = 0.6, 2.0
+"""The acceptance that a new proposer starts from, and how many tests that is worth: drafting is tried, and not for long."""
+
+LEAN = 4.0
+"""How many tests the like of a kind of draft count for: one kind leans on its proposer's mean, a request on all requests."""
+
+WINDOW, REQUEST_WINDOW = 400.0, 60.0
+"""Tests that a kind of draft, and a request, are judged by, older ones fading away."""
+
+HIGHEST = 0.995
+"""No draft is taken for certain."""
+
+
+class Acceptance:
+    """Estimates for all requests of one engine."""
+
+    def __init__(self, k: int, most_requests: int) -> None:
+        self.k = k
+        self._columns = k + BINS
+        self._sources: dict[str, int] = {}
+        self._tests = np.zeros((0, len(STREAKS) + 1, self._columns))
+        self._accepted = np.zeros_like(self._tests)
+        self._rates = np.zeros_like(self._tests)
+        """`[sources, streaks, columns]`: by kind of draft, older tests faded."""
+        self._slots: dict[str, int] = {}
+        self._free = list(range(most_requests))
+        self._of_request = np.zeros((most_requests, 3))
+        """`[slots]`: tests, how many of them were accepted, and how many should have been by the estimates for all requests."""
+        self._streaks = np.zeros(most_requests, dtype=np.int64)
+        """`[slots]`: how many of the last committed tokens in a row had been drafted right."""
+        self._ids = np.zeros((most_requests, k), dtype=np.int64)
+        """`[slots, k]`: drafts that are being held against what the request commits."""
+        self._cells = np.zeros((most_requests, k), dtype=np.int64)
+        """`[slots, k]`: which kind they are."""
+        self._lengths = np.zeros(most_requests, dtype=np.int64)
+        self._decided = np.zeros(most_requests, dtype=np.int64)
+        self._by_chance = np.zeros(most_requests, dtype=np.bool_)
+
+    # -- requests ------------------------------------------------------------
+
+    def slots(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
+        """`[rows]`: where the figures of each request are kept; new ones get a place."""
+        known = self._slots
+        for request_id in request_ids:
+            if request_id not in known:
+                slot = known[request_id] = self._free.pop() if self._free else self._grow()
+                self._of_request[slot] = 0.0
+                self._streaks[slot] = self._lengths[slot] = self._decided[slot] = 0
+        return np.fromiter((known[request_id] for request_id in request_ids), dtype=np.int64, count=len(request_ids))
+
+    def is_new(self, request_id: str) -> bool:
+        """No step of the request has been seen."""
+        return request_id not in self._slots
+
+    def _grow(self) -> int:
+        """One more slot: requests that were preempted may be known beside as many that run."""
+        slot = len(self._streaks)
+        for name in ("_of_request", "_streaks", "_ids", "_cells", "_lengths", "_decided", "_by_chance"):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        self._free.extend(range(slot + 1, 2 * slot))
+        return slot
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests ended; ids may be unknown."""
+        for request_id in request_ids:
+            slot = self._slots.pop(request_id, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    # -- learning ------------------------------------------------------------
+
+    def committed(
+        self, slots: NDArray[np.int64], tokens: NDArray[np.integer], offsets: NDArray[np.int64], tested: NDArray[np.int64]
+    ) -> None:
+        """Hold the drafts that are kept against what their requests committed.
+
+        Args:
+            slots: `[rows]`.
+            tokens: `[total]`, row after row.
+            offsets: `[rows + 1]`, where each row's begin.
+            tested: `[rows]`, how many drafts were verified.
+        """
+        kernels.judge(
+            slots,
+            tokens.astype(np.int64),
+            offsets,
+            tested,
+            (self._ids, self._cells, self._lengths, self._decided, self._by_chance),
+            self._streaks,
+            self._of_request,
+            (self._tests.ravel(), self._accepted.ravel(), self._rates.ravel()),
+            0.5 ** (1 / WINDOW),
+            0.5 ** (1 / REQUEST_WINDOW),
+        )
+        self._rates = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS)
+
+    def keep(
+        self,
+        slots: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        cells: NDArray[np.int64],
+        by_chance: bool,
+    ) -> None:
+        """Keep a step's drafts, to be held against what follows; a row whose last ones are not decided yet keeps those.
+
+        Args:
+            slots: `[rows]`.
+            token_ids: `[rows, k]`.
+            lengths: `[rows]`, before any trimming; those of drafts by chance after it.
+            cells: `[rows, k]`, their kinds.
+            by_chance: they were drawn by chance.
+        """
+        new = np.flatnonzero((self._lengths[slots] == 0) | by_chance)
+        at, width = slots[new], token_ids.shape[1]
+        self._ids[at, :width] = token_ids[new]
+        self._cells[at, :width] = cells[new]
+        self._lengths[at] = lengths[new]
+        self._decided[at] = 0
+        self._by_chance[at] = by_chance
+
+    # -- estimating ----------------------------------------------------------
+
+    def kinds(
+        self, slots: NDArray[np.int64], sources: Sequence[str], k: int, expected: NDArray[np.floating] | None
+    ) -> NDArray[np.int64]:
+        """`[rows, k]`: which kind each draft of a step is.
+
+        Args:
+            slots: `[rows]`.
+            sources: `[rows]`, who drafted.
+            k: drafts per row.
+            expected: `[rows, k]`, their proposer's own estimates, where it makes some.
+        """
+        for new in sorted(set(sources).difference(self._sources)):
+            self._sources[new] = len(self._sources)
+            more = np.zeros((1, *self._tests.shape[1:]))
+            self._tests, self._accepted = np.concatenate([self._tests, more]), np.concatenate([self._accepted, more])
+            self._rates = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS)
+        source = np.fromiter((self._sources[name] for name in sources), dtype=np.int64, count=len(sources))
+        first = (source * (len(STREAKS) + 1) + STREAKS.searchsorted(self._streaks[slots], side="right")) * self._columns
+        if expected is None:
+            return first[:, None] + np.arange(k)
+        return first[:, None] + self.k + np.minimum((expected * BINS).astype(np.int64), BINS - 1)
+
+    def estimate(self, slots: NDArray[np.int64], cells: NDArray[np.int64]) -> NDArray[np.float64]:
+        """`[rows, k]`: how probably each draft is accepted once those before it are."""
+        return kernels.estimate(slots, cells, self._rates.ravel(), self._of_request, LEAN, HIGHEST)
+
+    def rate(self) -> float:
+        """What part of the last drafts was right, of all that were decided."""
+        tests = self._tests.sum()
+        return float(self._accepted.sum() / tests) if tests else 0.0
