@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specplugin import ConfigError
-from vllm_specplugin.request_args import draft_limit, read
+from vllm_specplugin.request_args import MAX_PREDICTION, Rules, draft_limit, read
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {"specplugin": None}, {"specplugin": {}}, {"specplugin": "{}"}])
@@ -53,7 +53,16 @@ def test_draft_limit(said: dict[str, Any], limit: int | None) -> None:
         ({"max_draft_tokens": True}, ["is True"]),
         ({"max_draft_tokens": 1.5}, ["is 1.5"]),
         ({"max_draft_tokens": None}, ["is None"]),
+        ({"proposer": 3}, ["'specplugin.proposer' is 3", "a proposer's name"]),
+        ({"prediction": None}, ["'specplugin.prediction' is None", "a text, or a list of token ids"]),
+        ({"prediction": [1, -1]}, ["'specplugin.prediction' is [1, -1]", "from 0 on"]),
+        ({"prediction": [1, True]}, ["is [1, True]"]),
+        ({"prediction": [1.0]}, ["is [1.0]"]),
+        ({"prediction": {"type": "content"}}, ["'specplugin.prediction'"]),
+        ({"prediction": "x" * (MAX_PREDICTION + 1)}, [f"of {MAX_PREDICTION + 1} characters; at most {MAX_PREDICTION}"]),
+        ({"prediction": [7] * (MAX_PREDICTION + 1)}, ["token ids; at most"]),
     ],
+    ids=lambda case: repr(case)[:60],
 )
 def test_one_line_names_key_value_and_what_is_allowed(said: Any, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -70,3 +79,53 @@ def test_whatever_is_sent_is_read_or_refused(said: Any) -> None:
         assert isinstance(read({"specplugin": said}), dict)
     except ConfigError as error:
         assert str(error).startswith("'specplugin")  # noqa: PT017 - either way is fine
+
+
+# -- what the configured proposer makes of it ----------------------------------------------------------------
+
+PLAIN = Rules("ngram", vocab_size=100)
+HYBRID = Rules("hybrid", parts=("predicted", "draft_model"), keys=("prediction",), vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"enabled": False, "max_draft_tokens": 3},
+        {"proposer": "hybrid"},
+        {"proposer": "draft-model"},  # dashes and underscores are equal
+        {"proposer": ""},
+        {"prediction": "text", "proposer": "predicted"},
+        {"prediction": [0, 99]},
+        {"prediction": ""},
+        {"prediction": []},
+    ],
+    ids=str,
+)
+def test_what_a_proposer_reads_may_be_said(said: dict[str, Any]) -> None:
+    HYBRID.check(read({"specplugin": said}))
+
+
+@pytest.mark.parametrize(
+    ("rules", "said", "parts"),
+    [
+        (PLAIN, {"enabeld": False}, ["'specplugin.enabeld'", "'ngram'", "did you mean 'enabled'?", "Valid: enabled, max_draft"]),
+        (PLAIN, {"x" * 1000: 1}, ["Valid: enabled, max_draft_tokens, proposer."]),
+        (PLAIN, {"proposer": "eagle"}, ["'specplugin.proposer' is 'eagle'", "This engine offers 'ngram'."]),
+        (PLAIN, {"prediction": "x"}, ["'specplugin.prediction'", "no use", "'ngram'", "'predicted'", "'hybrid'"]),
+        (HYBRID, {"proposer": "predicte"}, ["did you mean 'predicted'?", "'hybrid', 'predicted', 'draft_model'"]),
+        (HYBRID, {"proposer": "y" * 1000}, ["This engine offers"]),
+        (HYBRID, {"prediction": [3, 100]}, ["holds the token id 100", "from 0 to 99"]),
+        (HYBRID, {"prediction": [10**1000]}, ["holds the token id 1000"]),
+        (HYBRID, {"predictions": "x"}, ["did you mean 'prediction'?", "Valid: enabled, max_draft_tokens, prediction, proposer."]),
+        (Rules("predicted", keys=("prediction",), tokenizer=False), {"prediction": "x"}, ["'x', a text", "send token ids"]),
+    ],
+    ids=lambda case: repr(case)[:60],
+)
+def test_one_line_names_what_the_engine_has_no_use_for(rules: Rules, said: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rules.check(read({"specplugin": said}))
+    text = str(caught.value)
+    assert all(part in text for part in parts), text
+    assert "\n" not in text
+    assert len(text) < 300

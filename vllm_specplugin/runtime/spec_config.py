@@ -10,6 +10,7 @@ KV cache groups, lookahead slots, what prefix caching holds back, auxiliary hidd
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from vllm.config.utils import config
 
 from vllm_specplugin.config import ResolvedConfig, SpecConfig, normalised_keys, resolve
 from vllm_specplugin.errors import ConfigError
+from vllm_specplugin.request_args import Rules
 from vllm_specplugin.runtime.inspect import reason
 from vllm_specplugin.types import Host, Target
 
@@ -55,7 +57,14 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     def resolve(self) -> ResolvedConfig:
         """The classes behind the names."""
-        return resolve(SpecConfig.parse({**self.plugin, "num_speculative_tokens": self.num_speculative_tokens}))
+        config = SpecConfig.parse(self.plugin)
+        control: Literal["fixed", "adaptive"] = "adaptive" if config.adaptive else "fixed"  # by what the user said of k
+        return resolve(config.model_copy(update={"num_speculative_tokens": self.num_speculative_tokens, "control": control}))
+
+    def request_rules(self) -> Rules:
+        """What requests may say, looked up once per configuration."""
+        target = self.target_model_config
+        return _rules(json.dumps(self.plugin, sort_keys=True), target.get_vocab_size(), not target.skip_tokenizer_init)
 
     def compute_hash(self) -> str:
         # The compiled graph of the target depends on k and not on the drafter, but a cached artefact must not outlive a
@@ -65,6 +74,13 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     def __repr__(self) -> str:
         return f"PluginSpeculativeConfig({self.plugin}, num_speculative_tokens={self.num_speculative_tokens})"
+
+
+@functools.lru_cache(maxsize=8)
+def _rules(plugin: str, vocab_size: int, tokenizer: bool) -> Rules:
+    resolved = resolve(SpecConfig.parse(json.loads(plugin)))
+    found = resolved.capabilities
+    return Rules(resolved.config.proposer, found.parts, found.request_keys, vocab_size, tokenizer)
 
 
 def create(
