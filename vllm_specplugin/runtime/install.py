@@ -32,6 +32,12 @@ def install() -> None:
         ("vllm.sampling_params", _on_sampling_params),
         ("vllm.v1.worker.gpu_model_runner", _on_v1_runner),
         ("vllm.v1.worker.gpu.model_runner", _on_v2_runner),
+        ("vllm.v1.worker.gpu_worker", _on_gpu_worker),
+        ("vllm.v1.worker.cpu_worker", _on_cpu_worker),
+        ("vllm.v1.core.sched.scheduler", _on_scheduler),
+        ("vllm.v1.metrics.loggers", _on_loggers),
+        ("vllm.v1.engine.llm_engine", _on_llm_engine),
+        ("vllm.v1.engine.async_llm", _on_async_llm),
         ("llvmlite.binding.ffi", _on_llvmlite),
     ):
         register_post_import_hook(_stepping_aside(hook), module)
@@ -132,8 +138,8 @@ def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
             "Asynchronous scheduling with a proposer needs vLLM's V2 model runner, and this engine uses V1; use "
             "--no-async-scheduling."
         )
-    if scheduler.async_scheduling is None and (spec.runner == "v1" or spec.resolve().capabilities.tokens == "host"):
-        # A drafter on the host waits for the sampled tokens anyhow, and may draft fewer than k when the scheduler is told.
+    if scheduler.async_scheduling is None and (spec.runner == "v1" or _waits_for_tokens(spec.resolve())):
+        # A drafter that waits for the sampled tokens anyhow may draft fewer than k when the scheduler is told.
         scheduler.async_scheduling = False
     if scheduler.async_scheduling is False or spec.native is not None:
         return stock(self)
@@ -143,6 +149,11 @@ def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
         return stock(self)
     finally:
         spec.method = name
+
+
+def _waits_for_tokens(resolved: Any) -> bool:
+    """Whether drafting, or the control of it, looks at each step's tokens on the host."""
+    return resolved.capabilities.tokens == "host" or (resolved.config.adaptive and resolved.capabilities.native is None)
 
 
 # -- requests ---------------------------------------------------------------------
@@ -163,7 +174,9 @@ def _validate_spec_decode(stock: Wrapper, self: Any, speculative_config: Any) ->
             "thinking_token_budget is not served with a proposer on vLLM's V1 model runner; leave it out, or use V2."
         )
     try:
-        request_args.read(self.extra_args)
+        said = request_args.read(self.extra_args)
+        if said:
+            speculative_config.request_rules().check(said)
     except ConfigError as error:
         raise VLLMValidationError(str(error)) from error
     return None
@@ -204,6 +217,67 @@ def _v2_init(stock: Wrapper, self: Any, vllm_config: Any, *args: Any, **kwargs: 
         from vllm_specplugin.runtime import v2
 
         v2.attach(self)
+
+
+def _on_gpu_worker(module: Any) -> None:
+    _replace(module.Worker, "compile_or_warm_up_model", _warm_up)
+
+
+def _on_cpu_worker(module: Any) -> None:
+    _replace(module.CPUWorker, "compile_or_warm_up_model", _warm_up)
+
+
+def _warm_up(stock: Wrapper, self: Any) -> Any:
+    times = stock(self)
+    spec = _ours(self.vllm_config)
+    if spec is not None:
+        from vllm_specplugin.runtime import control
+
+        control.calibrate(self.model_runner, self.vllm_config)
+    return times
+
+
+# -- metrics ----------------------------------------------------------------------
+
+
+def _on_scheduler(module: Any) -> None:
+    _replace(module.Scheduler, "__init__", _scheduler_init)
+
+
+def _scheduler_init(stock: Wrapper, self: Any, *args: Any, **kwargs: Any) -> None:
+    stock(self, *args, **kwargs)
+    if _ours(self.vllm_config) is not None:
+        from vllm_specplugin.runtime import scheduler_metrics
+
+        scheduler_metrics.attach(self)
+
+
+def _on_loggers(module: Any) -> None:
+    _replace(module.StatLoggerManager, "__init__", _loggers_init)
+
+
+def _loggers_init(stock: Wrapper, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    stock(self, vllm_config, *args, **kwargs)
+    if _ours(vllm_config) is not None:
+        from vllm_specplugin.runtime import frontend_metrics
+
+        frontend_metrics.attach_logger(self, vllm_config)
+
+
+def _on_llm_engine(module: Any) -> None:
+    _replace(module.LLMEngine, "__init__", _front_end_init)
+
+
+def _on_async_llm(module: Any) -> None:
+    _replace(module.AsyncLLM, "__init__", _front_end_init)
+
+
+def _front_end_init(stock: Wrapper, self: Any, *args: Any, **kwargs: Any) -> None:
+    stock(self, *args, **kwargs)
+    if _ours(self.vllm_config) is not None:
+        from vllm_specplugin.runtime import frontend_metrics
+
+        frontend_metrics.attach_outputs(self.output_processor)
 
 
 # -- numba ------------------------------------------------------------------------

@@ -104,6 +104,98 @@ SEAMS: tuple[Seam, ...] = (
         "serve what the host refuses with speculation",
         ("self", "speculative_config"),
     ),
+    *(
+        Seam("metrics", "replaces", path, symbol, purpose, parameters)
+        for path, symbol, purpose, parameters in (
+            ("v1/core/sched/scheduler.py", "Scheduler.__init__", "count once it is built", ("self", "vllm_config")),
+            (
+                "v1/core/sched/scheduler.py",
+                "Scheduler.update_from_output",
+                "count what requests are given (on the scheduler object)",
+                ("self", "scheduler_output", "model_runner_output"),
+            ),
+            (
+                "v1/core/sched/scheduler.py",
+                "Scheduler.update_draft_token_ids",
+                "count what grammars trim (on the scheduler object)",
+                ("self", "draft_token_ids"),
+            ),
+            ("v1/metrics/loggers.py", "StatLoggerManager.__init__", "add a stat logger", ("self", "vllm_config")),
+            (
+                "v1/engine/llm_engine.py",
+                "LLMEngine.__init__",
+                "put the counts of a request into its output",
+                ("self", "vllm_config"),
+            ),
+            (
+                "v1/engine/async_llm.py",
+                "AsyncLLM.__init__",
+                "put the counts of a request into its output",
+                ("self", "vllm_config"),
+            ),
+            (
+                "v1/engine/output_processor.py",
+                "OutputProcessor.process_outputs",
+                "put the counts of a request into its output (on the processor object)",
+                ("self", "engine_core_outputs"),
+            ),
+            (
+                "v1/engine/output_processor.py",
+                "OutputProcessor.update_scheduler_stats",
+                "take tokens past a stop string out of the counts (on the processor object)",
+                ("self", "scheduler_stats"),
+            ),
+        )
+    ),
+    *(
+        Seam("metrics", how, path, symbol, purpose)  # type: ignore[arg-type]
+        for how, path, symbol, purpose in (
+            ("derives from", "v1/outputs.py", "ModelRunnerOutput", "carry a report to the engine core"),
+            ("derives from", "v1/metrics/stats.py", "RequestSpecDecodeMetrics.histogram", "the counts of a request"),
+            ("derives from", "v1/metrics/loggers.py", "StatLoggerBase.record", "Prometheus"),
+            ("reads", "v1/metrics/stats.py", "SchedulerStats.kv_connector_stats", "carry totals to the front end"),
+            (
+                "reads",
+                "v1/engine/__init__.py",
+                "EngineCoreOutput.kv_transfer_params",
+                "carry the counts of a request to the front end",
+            ),
+            ("reads", "v1/engine/__init__.py", "EngineCoreOutput.spec_decode_metrics", "hand the counts of a request on"),
+            ("reads", "v1/core/sched/output.py", "SchedulerOutput.scheduled_spec_decode_tokens", "which drafts are verified"),
+            ("reads", "v1/core/sched/output.py", "SchedulerOutput.num_invalid_spec_tokens", "which drafts a grammar refused"),
+            ("reads", "v1/core/sched/output.py", "SchedulerOutput.scheduled_new_reqs", "meet requests"),
+            ("reads", "v1/core/sched/output.py", "SchedulerOutput.finished_req_ids", "forget requests that ended"),
+        )
+    ),
+    *(
+        Seam("metrics", "replaces", path, symbol, "time and report steps (on the runner object)", parameters, (runner,))  # type: ignore[arg-type]
+        for runner, path in (("v1", _V1), ("v2", _V2))
+        for symbol, parameters in (
+            ("GPUModelRunner.execute_model", ("self", "scheduler_output")),
+            ("GPUModelRunner.sample_tokens", ("self", "grammar_output")),
+        )
+    ),
+    _v2(
+        "metrics", "reads", "v1/worker/gpu/async_utils.py", "AsyncOutput.model_runner_output", "carry a report to the engine core"
+    ),
+    *(
+        Seam("start-up timing", "replaces", path, symbol, "time passes over few rows and many once the engine is warm", ("self",))
+        for path, symbol in (
+            ("v1/worker/gpu_worker.py", "Worker.compile_or_warm_up_model"),
+            ("v1/worker/cpu_worker.py", "CPUWorker.compile_or_warm_up_model"),
+        )
+    ),
+    *(
+        of_runner(
+            "start-up timing",
+            "calls",
+            path,
+            "GPUModelRunner._dummy_run",
+            "a pass over random tokens",
+            *("self", "num_tokens", "skip_eplb", "randomize_inputs"),
+        )
+        for of_runner, path in ((_v1, _V1), (_v2, _V2))
+    ),
     _v1(
         "V1 runner", "replaces", _V1, "GPUModelRunner.__init__", "attach to a runner once built", "self", "vllm_config", "device"
     ),

@@ -1,0 +1,144 @@
+"""What the worker knows about drafting, sent to the engine core: one `StepReport` with each step's output.
+
+`Meter.attach` puts itself around three methods of a model runner (on the object): `execute_model` and the drafter's `propose` are
+timed, and what `sample_tokens` returns carries the report. On a GPU times are taken by events in the stream and read when they
+are over, steps later: nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_specplugin.counts import StepReport
+from vllm_specplugin.guard import CheckedDrafts, Guard
+from vllm_specplugin.proposers.hybrid import HybridProposer
+
+if TYPE_CHECKING:
+    from vllm_specplugin.runtime.core import Runtime
+
+
+@dataclass
+class ReportingOutput(ModelRunnerOutput):
+    """vLLM's own output of a step, and ours beside it; it travels wherever vLLM's does."""
+
+    report: StepReport | None = None
+
+
+class Meter:
+    """Times the steps of one model runner, and gathers what there is to report of each."""
+
+    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+        self._runtime = runtime
+        proposer = runtime.guard.proposer
+        parts = proposer.guards if isinstance(proposer, HybridProposer) else {}
+        self._guards: dict[str, Guard] = {runtime.guard.name: runtime.guard, **parts}
+        self._clock = _Clock(device)
+        self._step = StepReport()
+        self._pass_began: Any = None
+        """When a pass over drafts began that is not over yet."""
+        self._known: dict[str, dict[Any, int]] = {}
+        """The guards' counters as they were reported last."""
+
+    def attach(self, runner: Any, drafter: Any, propose: str) -> None:
+        """Measure a runner.
+
+        Args:
+            runner: V1's or V2's.
+            drafter: the object that drafts.
+            propose: the name of its method.
+        """
+        stock_execute, stock_propose, stock_sample = runner.execute_model, getattr(drafter, propose), runner.sample_tokens
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._pass_began = self._clock.now() if scheduler_output.scheduled_spec_decode_tokens else None
+            return stock_execute(scheduler_output, *args, **kwargs)
+
+        def timed_propose(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dummy_run"):
+                return stock_propose(*args, **kwargs)
+            began = self._clock.now()
+            if self._pass_began is not None:
+                self._clock.spent("verification", self._pass_began, began)
+                self._pass_began = None
+            drafts = stock_propose(*args, **kwargs)
+            self._clock.spent("drafting", began, self._clock.now())
+            return drafts
+
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            return self._reporting(stock_sample(*args, **kwargs))
+
+        runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+        setattr(drafter, propose, timed_propose)
+
+    def drafted(self, request_ids: Sequence[str], drafts: CheckedDrafts | None) -> None:
+        """The drafts for the rows `[rows]` of a step; None where only the device knows how many there are."""
+        step = self._step
+        step.request_ids = list(request_ids)
+        if drafts is not None:
+            step.lengths = drafts.lengths.tolist()
+            step.sources = None if drafts.sources is None else list(drafts.sources)
+        control = self._runtime.controller
+        step.draft_length = float(self._runtime.k)
+        if control is not None:
+            state = control.state
+            step.paused = state.regime == "paused"
+            step.draft_length = 0.0 if step.paused else state.drafts_per_request
+
+    def _reporting(self, output: Any) -> Any:
+        """The output with this step's report; an asynchronous one gives it when it is waited for."""
+        if isinstance(output, ModelRunnerOutput):
+            return ReportingOutput(**vars(output), report=self._report()) if output.req_ids else output
+        pending = getattr(output, "model_runner_output", None)
+        if isinstance(pending, ModelRunnerOutput):
+            output.model_runner_output = ReportingOutput(**vars(pending), report=self._report())
+        return output
+
+    def _report(self) -> StepReport:
+        step, self._step = self._step, StepReport()
+        for kind, seconds in self._clock.over():
+            (step.drafting_seconds if kind == "drafting" else step.verification_seconds).append(seconds)
+        for name, guard in self._guards.items():
+            if faults := self._new(f"faults of {name}", guard.faults):
+                step.faults[name] = faults
+            if fallbacks := self._new(f"fallbacks of {name}", guard.fallbacks):
+                step.fallbacks[name] = fallbacks
+        return step
+
+    def _new(self, name: str, counter: Counter[Any]) -> dict[str, int]:
+        """What was added to a counter since the last report."""
+        now = dict(counter)  # a copy at once: a proposer's thread may be counting
+        before, self._known[name] = self._known.get(name, {}), now
+        return {str(kind): count - before.get(kind, 0) for kind, count in now.items() if count > before.get(kind, 0)}
+
+
+class _Clock:
+    """Times on the host's clock, or on a CUDA device's, where the host runs ahead of what it measures."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: deque[tuple[str, Any, Any]] = deque()
+
+    def now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def spent(self, kind: str, began: Any, ended: Any) -> None:
+        self._spans.append((kind, began, ended))
+
+    def over(self) -> list[tuple[str, float]]:
+        """The spans that the device is through with, and their seconds."""
+        done = []
+        while self._spans and (not self._cuda or self._spans[0][2].query()):
+            kind, began, ended = self._spans.popleft()
+            done.append((kind, began.elapsed_time(ended) / 1000 if self._cuda else ended - began))
+        return done
