@@ -8,7 +8,9 @@ setup(
     # Listed one by one: the links at the root (proposers, scorers) must not be packaged a second time.
     packages=[
         "vllm_specplugin",
+        "vllm_specplugin.bench",
         "vllm_specplugin.cli",
+        "vllm_specplugin.control",
         "vllm_specplugin.demo",
         "vllm_specplugin.heads",
         "vllm_specplugin.proposers",
@@ -42,9 +44,12 @@ setup(
             "draft_model = vllm_specplugin.proposers.draft_model:DraftModelProposer",
             "eagle = vllm_specplugin.proposers.eagle:EagleProposer",
             "eagle3 = vllm_specplugin.proposers.eagle:Eagle3Proposer",
+            "hybrid = vllm_specplugin.proposers.hybrid:HybridProposer",
             "medusa = vllm_specplugin.proposers.medusa:MedusaProposer",
             "mtp = vllm_specplugin.proposers.mtp:MTPProposer",
             "ngram = vllm_specplugin.proposers.ngram:NgramProposer",
+            "predicted = vllm_specplugin.proposers.predicted:PredictedProposer",
+            "suffix = vllm_specplugin.proposers.suffix:SuffixProposer",
         ],
         "vllm_specplugin.verifiers": [
             "block = vllm_specplugin.scorers.block:BlockVerifier",
