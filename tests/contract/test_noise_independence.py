@@ -43,12 +43,23 @@ def built_in(name: str, **options: Any) -> Make:
     sampling: Any = "probabilistic" if capabilities.probabilities else "greedy"
 
     def make() -> Proposer:
-        config = SpecConfig(proposer=name, model=model, draft_sampling=sampling)
+        config = SpecConfig(proposer=name, model=model, draft_sampling=sampling, draft_budget_ms=30_000.0)
         proposer = cls(host(vocab_size=VOCAB, k=K, config=config), cls.Options())
         proposer.load(None)  # type: ignore[arg-type]
         return proposer
 
     return make
+
+
+def hybrid_with_medusa() -> Proposer:
+    """The heads draft for every request, as none brings a prediction; what they draw passes through the hybrid."""
+    proposers = ("predicted", "medusa")
+    model = checkpoint_for("medusa", VOCAB, K)
+    config = SpecConfig(proposer="hybrid", model=model, draft_sampling="probabilistic", options={"proposers": proposers})
+    cls = PROPOSERS.resolve("hybrid")
+    proposer = cls(host(vocab_size=VOCAB, k=K, config=config), cls.Options(proposers=proposers))
+    proposer.load(None)  # type: ignore[arg-type]
+    return proposer
 
 
 def of_class(cls: type[Proposer]) -> Make:
@@ -95,6 +106,7 @@ class SaysAnotherLaw(SampledProposer):
 MAKERS: dict[str, Make] = {
     **{name: built_in(name) for name in PROPOSERS.names() if PROPOSERS.resolve(name).capabilities.native is None},
     "medusa_of_some_tokens": built_in("medusa", output="shared", draft_vocab_size=6),
+    "hybrid_with_medusa": hybrid_with_medusa,
     "sampled_in_tests": of_class(SampledProposer),
 }
 

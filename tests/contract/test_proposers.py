@@ -21,12 +21,16 @@ from vllm_specplugin.registry import PROPOSERS
 
 NAMES = [name for name in PROPOSERS.names() if PROPOSERS.resolve(name).capabilities.native is None]
 VOCAB, K = 12, 4
+PATIENCE_MS = 30_000.0  # for drafting: a busy machine must not decide what is drafted
+PREDICTION = tuple(range(4)) * 5
+"""What requests expect to be answered: it holds stretches of what they are."""
 
 
 def make(name: str) -> Proposer:
     cls = PROPOSERS.resolve(name)
     model = checkpoint_for(name, VOCAB, K) if cls.capabilities.checkpoint else None
-    proposer = cls(host(vocab_size=VOCAB, k=K, config=SpecConfig(proposer=name, model=model)), cls.Options())
+    config = SpecConfig(proposer=name, model=model, draft_budget_ms=PATIENCE_MS)
+    proposer = cls(host(vocab_size=VOCAB, k=K, config=config), cls.Options())
     proposer.load(None)  # type: ignore[arg-type]
     return proposer
 
@@ -39,7 +43,7 @@ def test_every_proposer_with_a_checkpoint_of_its_own_has_a_tiny_one() -> None:
 
 
 def guarded(name: str) -> Guard:
-    return Guard(make(name), name, budget_ms=30_000)
+    return Guard(make(name), name, PATIENCE_MS)
 
 
 @pytest.fixture(params=NAMES)
@@ -69,7 +73,7 @@ class Conversation:
             while len(self.known) < 3 or self.random.random() < 0.1:
                 name = f"request-{self.born}"
                 self.born += 1
-                self.requests[name] = Request(name, seed=self.born)
+                self.requests[name] = Request(name, seed=self.born, prediction=PREDICTION)
                 self.known[name] = self._text(int(self.random.integers(1, 60)))
                 committed[name] = 1
             order = list(self.known)
@@ -130,7 +134,7 @@ def test_a_forgotten_request_starts_afresh(name: str) -> None:
     old, new = [1, 2, 3, 4] * 5, [5, 6, 7] * 5
     proposer.propose(step({"a": old}))
     proposer.forget(["a", "never seen"])
-    again = Guard(proposer, name, 30_000).propose(step({"a": new})).rows()
+    again = Guard(proposer, name, PATIENCE_MS).propose(step({"a": new})).rows()
     assert again == guarded(name).propose(step({"a": new})).rows()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -17,6 +19,7 @@ from tests.support.engine import EngineWorker, Logprob, Result
 from tests.support.scripted.scripted_parts import ScriptedProposer
 from tests.support.tiny import VOCAB_SIZE
 from vllm_specplugin import Proposer, ProposerOptions, Request
+from vllm_specplugin.counts import STATES
 from vllm_specplugin.guard import Guard
 
 # fp32 sums in another order: a verifying pass has k + 1 rows where plain decoding has one
@@ -88,6 +91,64 @@ class Counters:
             before = getattr(earlier, name)
             new[name] = tuple(np.subtract(value, before).tolist()) if name == "by_position" else value - before
         return Counters(**new)
+
+
+@dataclass(frozen=True)
+class PluginCounters:
+    """The plugin's own metrics of one batch, all proposers together."""
+
+    tokens: dict[str, tuple[int, ...]]
+    """State -> at each position how many."""
+    passes: int
+    """Over drafts."""
+    plain: int
+    """Passes that verified none."""
+
+    @classmethod
+    def read(cls, metrics: dict[str, Any]) -> PluginCounters:
+        tokens: dict[str, dict[int, int]] = {state: {} for state in STATES}
+        passes = {True: 0, False: 0}
+        for name, value in metrics.items():
+            if found := re.fullmatch(r"vllm:specplugin_(\w+)_tokens{position=(\d+),proposer=.*}", name):
+                of_state, position = tokens[found[1]], int(found[2])
+                of_state[position] = of_state.get(position, 0) + value
+            elif name.startswith("vllm:specplugin_passes{"):
+                passes[name.endswith("=none}")] += value
+        by_position = {state: tuple(of.get(place, 0) for place in range(max(of, default=-1) + 1)) for state, of in tokens.items()}
+        return cls(by_position, passes[False], passes[True])
+
+    def since(self, earlier: PluginCounters) -> PluginCounters:
+        tokens = {
+            state: tuple(np.subtract(now, earlier.tokens[state] + (0,) * (len(now) - len(earlier.tokens[state]))).tolist())
+            for state, now in self.tokens.items()
+        }
+        return PluginCounters(tokens, self.passes - earlier.passes, self.plain - earlier.plain)
+
+    def total(self, state: str) -> int:
+        return sum(self.tokens[state])
+
+    def check(self, results: Sequence[Result], counters: Counters) -> None:
+        """They agree with each other, with vLLM's own, with the outputs of the requests, and with what each of these says."""
+        total, of_vllm = self.total, counters
+        assert total("drafted") >= max(total("scheduled"), total("trimmed") + total("verified"))
+        assert total("verified") <= min(total("scheduled"), of_vllm.draft_tokens)
+        assert (total("accepted"), self.passes <= of_vllm.drafts) == (of_vllm.accepted, True)
+        assert self.tokens["accepted"] == of_vllm.by_position[: len(self.tokens["accepted"])]
+        assert self.passes <= total("emitted") <= total("accepted") + self.passes
+        completions = [completion for result in results for completion in result.completions]
+        assert total("emitted") + self.plain == sum(len(completion.token_ids) for completion in completions)
+        said = [completion.speculation for completion in completions]
+        assert all(each is not None for each in said)
+        sums: Counter[str] = Counter()
+        for completion, each in zip(completions, filter(None, said), strict=True):
+            assert each["emitted"] == len(completion.token_ids)
+            sums.update({"all": each["passes"], "passes": sum(each["histogram"])})
+            for part in each["by_source"].values():
+                sums.update({state: part[state] for state in ("drafted", "verified", "accepted", "emitted")})
+        assert (sums["all"], sums["passes"]) == (self.passes + self.plain, self.passes)
+        for state in ("verified", "accepted", "emitted"):
+            assert sums[state] == total(state), state
+        assert sums["drafted"] <= total("drafted")  # more may be drafted for a request that a stop string has ended
 
 
 @dataclass(frozen=True)
@@ -179,6 +240,8 @@ class SideBySide:
         self.plain, self.drafting, self.model = plain, drafting, model
         self.runner = plain.runner
         self.k = 0
+        self.counted = PluginCounters({}, 0, 0)
+        """The plugin's metrics of the last batch."""
         self._opened: dict[EngineWorker, str] = {}
         self._baselines: dict[bytes, list[Result]] = {}
 
@@ -226,9 +289,13 @@ class SideBySide:
         timeout: float | None = None,
     ) -> tuple[list[Result], Counters]:
         """The same through the plugin, and the metrics of it."""
-        before = Counters.read(self.drafting.metrics())
+        before = self.drafting.metrics()
         results = self.drafting.generate(prompts, params, timeout=timeout)
-        return results, Counters.read(self.drafting.metrics()).since(before)
+        after = self.drafting.metrics()
+        counters = Counters.read(after).since(Counters.read(before))
+        self.counted = PluginCounters.read(after).since(PluginCounters.read(before))
+        self.counted.check(results, counters)
+        return results, counters
 
     def draft_as_planned(
         self,

@@ -129,6 +129,12 @@ def known_requests(llm: Any) -> list[str]:
     return sorted(runtime(llm)._requests)
 
 
+def counted_requests(llm: Any) -> list[str]:
+    """The ids that the metrics still keep counts for."""
+    hook = llm.llm_engine.engine_core.engine_core.scheduler.update_from_output.__self__
+    return sorted(hook.counts._requests)
+
+
 def seen(llm: Any) -> dict[str, Any]:
     """What the scripted proposers saw since the last `forget_seen`."""
     import scripted_parts
@@ -243,3 +249,88 @@ def run_to_the_end(llm: Any) -> dict[str, tuple[tuple[int, ...], str | None]]:
                 completion = output.outputs[0]
                 finished[output.request_id] = (tuple(completion.token_ids), completion.finish_reason)
     return finished
+
+
+BY_SOURCE: dict[str, list[int]] = {}
+"""Drafts verified and accepted, by the part of a hybrid that drafted them, since `watch_sources`."""
+
+
+def watch_sources(llm: Any) -> None:
+    """Count from now on what becomes of each part's drafts."""
+    it = runtime(llm)
+    propose, verified = type(it).propose.__get__(it), type(it).verified.__get__(it)
+    last: dict[str, str] = {}
+    BY_SOURCE.clear()
+
+    def noted(requests: Any, *arguments: Any, **named: Any) -> Any:
+        checked = propose(requests, *arguments, **named)
+        last.update(zip((request.request_id for request in requests), checked.sources or [""] * len(requests), strict=True))
+        return checked
+
+    def counted(requests: Any, tested: Any, emitted: Any) -> None:
+        for request, drafts, tokens in zip(requests, tested.tolist(), emitted.tolist(), strict=True):
+            if drafts and last.get(request.request_id):
+                tally = BY_SOURCE.setdefault(last[request.request_id], [0, 0])
+                tally[0] += drafts
+                tally[1] += max(tokens - 1, 0)
+        verified(requests, tested, emitted)
+
+    it.propose, it.verified = noted, counted
+
+
+def by_source(llm: Any) -> dict[str, list[int]]:
+    return BY_SOURCE
+
+
+def pretend_costs(llm: Any, sizes: list[int], seconds: list[float], asking: float) -> None:
+    """A new control that takes passes over so many rows to take so long, and asking likewise, whatever this machine does."""
+    it = runtime(llm)
+    it.controller = it._control(runner(llm).vllm_config)
+    change_costs(llm, sizes, seconds, asking)
+
+
+def change_costs(llm: Any, sizes: list[int], seconds: list[float], asking: float) -> None:
+    """From now on passes take so long, and asking likewise."""
+    from types import SimpleNamespace
+
+    controller = runtime(llm).controller
+    controller.calibrate(sizes, seconds)
+    controller.costs.observe(1, 0, seconds[0])
+    controller.costs.observe = lambda *_: None
+    controller._steps_in_regime = 1 << 20  # as if it had been so for long
+    controller._asking = SimpleNamespace(seconds=lambda requests: asking, observe=lambda *_: None)
+
+
+def control(llm: Any) -> Any:
+    """Where control is at; None where draft lengths are fixed."""
+    controller = runtime(llm).controller
+    return None if controller is None else controller.state
+
+
+NATIVE_PASSES: list[int] = []
+"""How many requests each step had in which the host's own drafter ran."""
+
+
+def watch_native_passes(llm: Any) -> None:
+    it = runner(llm)
+    overlay = (it.drafter.load_model if hasattr(it, "drafter") else it.speculator.load_draft_model).__self__
+    stock = overlay._stock_propose
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        NATIVE_PASSES.append(1)
+        return stock(*args, **kwargs)
+
+    overlay._stock_propose = noted
+
+
+def native_passes(llm: Any) -> int:
+    """How many since the last time this was asked."""
+    passes = len(NATIVE_PASSES)
+    NATIVE_PASSES.clear()
+    return passes
+
+
+def start_up_curve(llm: Any) -> dict[int, float]:
+    """Rows, and the seconds that control found a pass over them to take at start-up."""
+    costs = runtime(llm).controller.costs
+    return {int(size): float(costs.curve(int(size))) for size in costs._sizes}

@@ -85,30 +85,31 @@ def hashes(llm: Any, model: str, configs: list[dict[str, Any]]) -> list[str]:
 
 
 def run_async(llm: Any, arguments: dict[str, Any], prompts: list[list[int]], params: list[dict[str, Any]]) -> dict[str, Any]:
-    """Serve all prompts at once through an `AsyncLLM`; their tokens, and the totals of speculation."""
+    """Serve all prompts at once through an `AsyncLLM`; their tokens, and what is said of speculation, one by one and in all."""
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
-    async def serve() -> list[list[int]]:
+    async def serve() -> list[Any]:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-        async def one(number: int) -> list[int]:
-            tokens: list[int] = []
-            prompt = {"prompt_token_ids": prompts[number]}
+        async def one(number: int) -> Any:
+            prompt, last = {"prompt_token_ids": prompts[number]}, None
             async for output in engine.generate(prompt, SamplingParams(**params[number]), request_id=str(number)):
-                tokens = list(output.outputs[0].token_ids)
-            return tokens
+                last = output
+            return last
 
         try:
             return await asyncio.gather(*map(one, range(len(prompts))))
         finally:
             engine.shutdown()
 
-    tokens = asyncio.run(serve())
+    outputs = asyncio.run(serve())
     counters = {metric.name: getattr(metric, "value", None) for metric in get_metrics_snapshot()}
     return {
-        "tokens": tokens,
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "speculation": [dataclasses.asdict(output.outputs[0].spec_decode_metrics) for output in outputs],
+        "kv_transfer_params": [output.kv_transfer_params for output in outputs],
         "drafted": counters["vllm:spec_decode_num_draft_tokens"],
         "accepted": counters["vllm:spec_decode_num_accepted_tokens"],
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.common import GREEDY, PROMPTS, SEEDED, Counters, script
+from tests.engine.common import GREEDY, PROMPTS, SEEDED, Counters, PluginCounters, script
 from tests.support.engine import ENGINE_DEFAULTS, EngineWorker, Result
 
 START = 240.0  # seconds: each process imports vLLM anew, several at a time
@@ -40,6 +40,7 @@ def check(worker: EngineWorker, prompts: list[list[int]], known: list[Result]) -
     results = worker.generate(prompts, scripted(prompts, known))
     assert [result.token_ids for result in results] == [result.token_ids for result in known]
     counters = Counters.read(worker.metrics())
+    PluginCounters.read(worker.metrics()).check(results, counters)  # counts cross from process to process
     assert 0 < counters.accepted < counters.draft_tokens
     assert counters.accepted > len(prompts) * NUM_TOKENS // 3  # the oracle's requests alone bring half of the tokens
 
@@ -70,6 +71,10 @@ def test_async_llm(spawning: EngineWorker, tiny_model: Path, prompts: list[list[
     served = spawning.call("tests.engine.starting:run_async", arguments, prompts, asked, timeout=START)
     assert [tuple(tokens) for tokens in served["tokens"]] == [result.token_ids for result in known]
     assert served["accepted"] > len(prompts) * NUM_TOKENS // 3
+    figures = served["speculation"]
+    assert [each["emitted"] for each in figures] == [NUM_TOKENS] * len(prompts)
+    assert sum(each["by_source"]["scripted"]["accepted"] for each in figures) == served["accepted"]
+    assert served["kv_transfer_params"] == [None] * len(prompts)  # in which they came
 
 
 def test_tensor_parallel(tiny_model: Path, prompts: list[list[int]]) -> None:

@@ -17,7 +17,11 @@ from tests.engine.common import LOGPROB_TOLERANCE
 from tests.support.engine import EngineWorker, Result
 from tests.support.serve import VllmServer, run_to_its_end
 
-CONFIG: dict[str, Any] = {"proposer": "ngram", "num_speculative_tokens": 5, "options": {"min_n": 1}}
+CONFIG: dict[str, Any] = {
+    "proposer": "hybrid",
+    "num_speculative_tokens": 5,
+    "options": {"proposers": ["predicted", {"proposer": "ngram", "options": {"min_n": 1}}]},
+}
 NUM_TOKENS = 40
 TEXT = "the cat sat on the mat, the cat sat on the mat, the cat"
 MESSAGES: Any = [{"role": "user", "content": "round and round and round and round it goes"}]
@@ -48,6 +52,16 @@ def counters(server: VllmServer) -> dict[str, float]:
     """vLLM's totals of speculation, as Prometheus reads them."""
     found = re.findall(r"^vllm:spec_decode_num_(\w+)_total{(.*)} (\S+)$", server.get("/metrics"), re.MULTILINE)
     return {name: float(value) for name, labels, value in found if "position" not in labels}
+
+
+def plugin_counters(server: VllmServer) -> dict[str, float]:
+    """The plugin's totals over positions and proposers; `plain` are the passes without drafts."""
+    totals: dict[str, float] = {}
+    pattern = r'^vllm:specplugin_(\w+)_total{engine="0",model_name="tiny"(.*)} (\S+)$'
+    for name, labels, value in re.findall(pattern, server.get("/metrics"), re.MULTILINE):
+        of = "plain" if 'proposer="none"' in labels else name
+        totals[of] = totals.get(of, 0.0) + float(value)
+    return totals
 
 
 def complete(client: openai.OpenAI, extra: dict[str, Any] | None = None, **asked: Any) -> Any:
@@ -179,7 +193,27 @@ def test_metrics_count_what_was_drafted_and_accepted(server: VllmServer, client:
     new = {name: after[name] - before.get(name, 0.0) for name in ("drafts", "draft_tokens", "accepted_tokens")}
     assert new["drafts"] > 0
     assert 0 < new["accepted_tokens"] <= new["draft_tokens"] <= CONFIG["num_speculative_tokens"] * new["drafts"]
-    assert "proposer=ngram, k=5, verifier=one_hot, model runner V1" in server.log()
+    assert "proposer=hybrid, k=5, verifier=one_hot, model runner V1" in server.log()
+
+
+def test_the_plugins_metrics_and_what_an_answer_says(server: VllmServer, client: openai.OpenAI) -> None:
+    """Prometheus shows them with vLLM's labels; an answer carries what vLLM's API has a field for, and nothing else of ours."""
+    before = plugin_counters(server)
+    answer = complete(client, max_tokens=64)
+    after = plugin_counters(server)
+    new = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert new["emitted_tokens"] + new["plain"] == 64
+    said = answer.metrics["speculative_decoding"]
+    assert said["num_spec_steps"] == new["passes"] > 0
+    assert said["num_draft_tokens"] == new["verified_tokens"]
+    assert said["num_accepted_draft_tokens"] == new["accepted_tokens"] > 0
+    assert answer.kv_transfer_params is None
+    # A stop string is found in the API server, another process than the one that counts.
+    cut = complete(client, max_tokens=64, stop=[answer.choices[0].text[20]])
+    later = plugin_counters(server)
+    given = [counters["emitted_tokens"] + counters["plain"] for counters in (after, later)]
+    assert given[1] - given[0] == cut.usage.completion_tokens < 64
+    assert cut.metrics["speculative_decoding"]["num_spec_steps"] == later["passes"] - after["passes"]
 
 
 def test_a_request_may_do_without_drafts(server: VllmServer, client: openai.OpenAI) -> None:
@@ -193,9 +227,41 @@ def test_a_request_may_do_without_drafts(server: VllmServer, client: openai.Open
     assert with_drafts.choices[0].token_ids == without.choices[0].token_ids
 
 
+def test_a_request_may_choose_its_drafter_and_bring_a_prediction(server: VllmServer, client: openai.OpenAI) -> None:
+    """Of several requests at once, each as it likes; a prediction is most of the answer, so that few passes are left."""
+    fields: dict[str, Any] = {"prompt": list(range(40, 60)), "max_tokens": 64}
+    plain = complete(client, {"vllm_xargs": {"specplugin": '{"enabled": false}'}}, **fields).choices[0]
+    expected = [*plain.token_ids[:30], 7, *plain.token_ids[31:]]
+    says = [
+        {"proposer": "predicted", "prediction": expected},
+        {"proposer": "predicted"},
+        {"proposer": "ngram", "max_draft_tokens": 2},
+        {"prediction": "some text"},
+    ]
+
+    async def together() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60.0, max_retries=0) as several:
+            bodies = [{"vllm_xargs": {"specplugin": json.dumps(said)}, "ignore_eos": True} | IDS for said in says]
+            asking = [several.completions.create(model="tiny", temperature=0.0, **fields, extra_body=body) for body in bodies]
+            return list(await asyncio.gather(*asking))
+
+    for answer in asyncio.run(together()):
+        assert answer.choices[0].token_ids == plain.token_ids
+    before = counters(server)
+    complete(client, {"vllm_xargs": {"specplugin": json.dumps(says[1])}}, **fields)
+    assert counters(server) == before
+    complete(client, {"vllm_xargs": {"specplugin": json.dumps(says[0])}}, **fields)
+    after = counters(server)
+    assert after["accepted_tokens"] - before["accepted_tokens"] >= 45
+    assert after["drafts"] - before["drafts"] <= 15
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
+        ('{"proposer": "eagle"}', "'specplugin.proposer' is 'eagle'. This engine offers 'hybrid', 'predicted', 'ngram'."),
+        ('{"max_draft_token": 1}', "did you mean 'max_draft_tokens'? Valid: enabled, max_draft_tokens, prediction, proposer."),
+        ('{"prediction": [1, 100000]}', "'specplugin.prediction' holds the token id 100000"),
         ('{"enabled": "maybe"}', "'specplugin.enabled' is 'maybe'; expected true or false."),
         ("enabled=false", "'specplugin' is 'enabled=false', which is not JSON"),
         ({"enabled": False}, "vllm_xargs"),  # an object: vLLM's own refusal

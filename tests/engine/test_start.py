@@ -59,7 +59,7 @@ def test_every_spelling_means_the_same(worker: EngineWorker, tiny_model: Path, f
 
 def test_a_dictionary_without_anything_but_a_name(worker: EngineWorker, tiny_model: Path) -> None:
     found = inside(worker, "round_trips", str(tiny_model), {"proposer": "ngram"})["as made"]
-    assert (found["plugin"], found["k"]) == ({"proposer": "ngram"}, 5)
+    assert (found["plugin"], found["k"]) == ({"proposer": "ngram"}, 10)
 
 
 def test_k_of_the_proposers_own(worker: EngineWorker, tiny_model: Path) -> None:
@@ -114,7 +114,7 @@ REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"proposer": "ngram", "options": {"min-m": 2}}, "ConfigError", ["'options.min_m'", "did you mean 'min_n'?"]),
     ({"proposer": "ngram", "options": {"min_n": 5, "max_n": 2}}, "ConfigError", ["min_n", "max_n"]),
     ({"proposer": "ngram", "draft_sampling": "probabilistic"}, "ConfigError", ["'draft_sampling'", "gives no probabilities"]),
-    ({"proposer": "ngram", "control": "adaptive"}, "ConfigError", ["'control' is 'adaptive'", "'fixed'"]),
+    ({"proposer": "ngram", "control": "auto"}, "ConfigError", ["'control' is 'auto'", "'fixed' or 'adaptive'"]),
 ]
 
 

@@ -31,7 +31,12 @@ from vllm_specplugin.validate.wire import unpack_tokens
 
 VOCABULARY = 16
 FLOAT32 = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
-NGRAM = {"proposer": "ngram", "options": {"min_n": 1}, "draft_budget_ms": 60_000}  # patience on a busy machine
+NGRAM = {
+    "proposer": "ngram",
+    "control": "fixed",
+    "options": {"min_n": 1},
+    "draft_budget_ms": 60_000,
+}  # patience on a busy machine
 PATIENCE = 280.0  # seconds for a command
 SIGMAS = 5.0
 """Of sampling noise; a wrong row or a shifted draft is off by tens of them."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.common import GREEDY, PROMPTS, SEEDED, Counters, Forecast, assert_same, forecast, script
+from tests.engine.common import GREEDY, PROMPTS, SEEDED, Counters, Forecast, PluginCounters, assert_same, forecast, script
 from tests.support import natives
 from tests.support.engine import EngineWorker, Result
 from tests.support.hosts import host_tree
@@ -53,7 +53,10 @@ def check(
     newer.open(tiny_model, spec)
     results = newer.generate(BATCH, [asked | {"max_tokens": NUM_TOKENS} | more for asked, more in zip(ASKED, said, strict=True)])
     assert [result.token_ids for result in results] == [result.token_ids[:NUM_TOKENS] for result in known]
-    return Counters.read(newer.metrics())
+    metrics = newer.metrics()
+    counters = Counters.read(metrics)
+    PluginCounters.read(metrics).check(results, counters)
+    return counters
 
 
 @pytest.mark.parametrize("mode", ["oracle", "half_oracle"])
@@ -72,15 +75,17 @@ def test_ngram(newer: EngineWorker, tiny_model: Path, known: list[Result]) -> No
     assert 0 < counters.accepted < counters.draft_tokens
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "eagle"])
+@pytest.mark.parametrize("proposer", ["hybrid", "eagle"])
 def test_native_drafters(
     newer: EngineWorker, tiny_model: Path, known: list[Result], pytestconfig: pytest.Config, proposer: str
 ) -> None:
-    """The target as its own draft model is right nearly always, a random EAGLE head hardly ever."""
-    model = tiny_model if proposer == "draft_model" else natives.eagle(pytestconfig.cache.mkdir("tiny"))
-    spec = {"proposer": proposer, "num_speculative_tokens": K, "model": str(model)}
+    """The target as its own draft model is right nearly always, here where no n-gram drafts; a random EAGLE head hardly ever."""
+    model = tiny_model if proposer == "hybrid" else natives.eagle(pytestconfig.cache.mkdir("tiny"))
+    spec: dict[str, Any] = {"proposer": proposer, "num_speculative_tokens": K, "model": str(model)}
+    if proposer == "hybrid":
+        spec["options"] = {"proposers": ["ngram", "draft_model"]}
     counters = check(newer, tiny_model, known, spec, [{}] * len(BATCH))
-    assert (counters.accepted > NUM_TOKENS) == (proposer == "draft_model")
+    assert (counters.accepted > NUM_TOKENS) == (proposer == "hybrid")
 
 
 def test_log_probabilities(newer: EngineWorker, tiny_model: Path, known: list[Result]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Completion:
     text: str
     # Per emitted token: the asked-for number of likeliest tokens, and the emitted one.
     logprobs: tuple[dict[int, Logprob], ...] | None
+    # `spec_decode_metrics` as a mapping; None where there is none.
+    speculation: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,7 @@ def tiny_model(cache: str | os.PathLike[str] | None = None, **recipe: float) -> 
         _write_config(fresh, wanted)
         _write_weights(fresh, wanted)
         if wanted.has_tokenizer:
-            _write_tokenizer(fresh, wanted)
+            write_tokenizer(fresh, wanted)
 
     return make_once(folder, fill)
 
@@ -139,7 +139,7 @@ def _write_weights(folder: Path, recipe: Recipe) -> None:
     save_file(dict(_weights(recipe)), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_tokenizer(folder: Path, recipe: Recipe) -> None:
+def write_tokenizer(folder: Path, recipe: Recipe) -> None:
     """A byte-level tokenizer: token id = byte value, then BOS and EOS, then fillers up to the vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -7,6 +7,7 @@ Run as `python -m tests.support.worker DESCRIPTOR`. A message is `(method, args,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -181,6 +182,7 @@ def _result(output: Any) -> Result:
                 stop_reason=completion.stop_reason,
                 text=completion.text,
                 logprobs=None if completion.logprobs is None else tuple(_logprobs(position) for position in completion.logprobs),
+                speculation=dataclasses.asdict(completion.spec_decode_metrics) if completion.spec_decode_metrics else None,
             )
             for completion in output.outputs
         ),

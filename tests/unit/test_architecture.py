@@ -17,6 +17,7 @@ PACKAGE = ROOT / "vllm_specplugin"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_IMPORT_VLLM_IN_FUNCTIONS = {
+    "vllm_specplugin.bench.engine",
     "vllm_specplugin.demo.engine",
     "vllm_specplugin.train.distill_engine",
     "vllm_specplugin.train.evaluate_engine",
@@ -27,36 +28,41 @@ MAY_IMPORT_VLLM_IN_FUNCTIONS = {
 GROUND = {"errors", "types"}
 CONTRACTS = GROUND | {"proposers.base", "scorers.base"}
 LEAVES = {"heads", "proposers", "scorers", "control"}
-COMMANDS = {"cache", "engine_process", "progress", "prompt_files"}
+COMMANDS = {"cache", "engine_process", "neighbours", "progress", "prompt_files"}
 """What the parts behind the long-running commands share."""
-PURE = CONTRACTS | LEAVES | {"config", "guard", "noise", "registry", "request_args"}
+PURE = CONTRACTS | LEAVES | {"alarm", "config", "counts", "guard", "noise", "proposers.hybrid", "registry", "request_args"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "noise": GROUND,
-    "request_args": {"errors"},
+    "request_args": {"errors", "registry"},
     "proposers.base": GROUND,
     "scorers.drawing": GROUND,
     "scorers.base": GROUND | {"scorers.drawing"},
     "registry": CONTRACTS,
     "config": CONTRACTS | {"registry"},
     "guard": CONTRACTS | {"noise"},
+    "alarm": set(),
+    "counts": {"alarm"},
     "heads": CONTRACTS,
-    "proposers": CONTRACTS | {"heads", "scorers.drawing"},
+    "proposers": CONTRACTS | {"compiled", "heads", "scorers.drawing"},
+    "proposers.hybrid": CONTRACTS | {"compiled", "config", "guard", "proposers", "registry"},
     "scorers": CONTRACTS | {"scorers.drawing"},
-    "control": CONTRACTS,
+    "control": CONTRACTS | {"compiled"},
     "reference": PURE,
     "runtime": PURE | {"reference"},
     "plugin": {"runtime"},
     "engine_process": {"errors"},
     "cache": set(),
+    "compiled": set(),
+    "neighbours": set(),
     "progress": set(),
     "prompt_files": {"errors"},
     "demo": GROUND | COMMANDS,
     "train": PURE | COMMANDS | {"reference"},
     "validate": PURE | COMMANDS | {"reference"},
-    "bench": PURE | {"reference"},
+    "bench": PURE | COMMANDS | {"reference"},
     "cli": PURE | COMMANDS | {"reference", "runtime", "demo", "train", "validate", "bench"},
     "": CONTRACTS,
 }
@@ -69,8 +75,10 @@ def module_of(path: Path) -> str:
 
 
 def part_of(module: str) -> str:
-    """`vllm_specplugin.cli.main` -> `cli`; the two contracts are parts of their own."""
+    """`vllm_specplugin.cli.main` -> `cli`; the contracts are parts of their own, and so is what is made of other proposers."""
     inner = module.removeprefix("vllm_specplugin").removeprefix(".")
+    if inner.startswith("proposers.hybrid"):
+        return "proposers.hybrid"
     return inner if inner in ("proposers.base", "scorers.base", "scorers.drawing") else inner.split(".")[0]
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.steps import host, step
 from vllm_specplugin import Capabilities, Drafts, Proposer, Step, Verdict
-from vllm_specplugin.guard import MAX_FAILED_STEPS, Fault, Guard
+from vllm_specplugin.guard import MAX_FAILED_STEPS, Fallback, Fault, Guard
 from vllm_specplugin.proposers.base import ProposerOptions
 
 VOCAB = 100
@@ -292,6 +292,7 @@ def test_the_request_at_fault_is_found_and_its_neighbour_keeps_its_drafts() -> N
         assert guard.propose(two_rows()).rows() == [[], [5]]
     assert guard.faults == {Fault.EXCEPTION: 1}  # the request decodes plainly, so it is not asked about again
     assert all(names == ["b"] for names in calls)
+    assert guard.fallbacks == {Fallback.FAILED: 1, Fallback.EXCLUDED: 2 * MAX_FAILED_STEPS}
     guard.forget(["a"])
     guard.propose(step({"a": [1]}))
     assert guard.faults == {Fault.EXCEPTION: 2}  # a new request of that name is given a chance
@@ -306,6 +307,7 @@ def test_a_proposer_that_always_fails_is_switched_off(caplog: pytest.LogCaptureF
         assert guard.propose(two_rows()).rows() == [[], []]
     assert guard.switched_off
     assert guard.steps == MAX_FAILED_STEPS
+    assert guard.fallbacks == {Fallback.FAILED: 2 * MAX_FAILED_STEPS, Fallback.SWITCHED_OFF: 2 * 5}  # two rows a step
     assert "switched off" in caplog.text
     assert "ValueError: broken" in caplog.text
 
@@ -351,6 +353,7 @@ def test_a_silent_proposer_is_left_behind_and_catches_up() -> None:
     assert guard.propose(step({"c": [1, 2]})).rows() == [[]]  # busy: nobody waits
     assert time.perf_counter() - started < 5  # far below the 30 s of silence, far above the budget
     assert guard.faults == {Fault.LATE: 1}
+    assert guard.fallbacks == {Fallback.LATE: 2, Fallback.SKIPPED: 1}
     guard.forget(["b"])
     release.set()
     deadline = time.monotonic() + 10
@@ -369,6 +372,9 @@ def test_a_proposer_on_the_device_pays_its_overrun_back() -> None:
         skipped += 1
         assert skipped < 100
     assert skipped >= 3  # 60 ms are three budgets
+    assert guard.fallbacks == {Fallback.SKIPPED: 2 * skipped}  # its late drafts are verified
+    guard.propose(two_rows(limits=[1, 0]))
+    assert guard.fallbacks[Fallback.SKIPPED] == 2 * skipped + 1  # the other row has no use for drafts
     assert proposer.threads == {threading.get_ident()}
 
 

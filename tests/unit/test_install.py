@@ -90,7 +90,9 @@ from wrapt import importer
 hooks = [hook for hooks in importer._post_import_hooks.values() for hook in hooks]
 print(len(hooks), len(set(importer._post_import_hooks)), 'vllm' in sys.modules)
 """
-    assert run(code).split() == ["6", "6", "False"]
+    hooks, modules, vllm_is_loaded = run(code).split()
+    assert int(hooks) == int(modules) > 6
+    assert vllm_is_loaded == "False"
 
 
 @pytest.mark.parametrize("first", ["register", "numba"])

@@ -36,7 +36,7 @@ reset()
 class ScriptedProposer(Proposer):
     """Does what the requests say."""
 
-    capabilities = Capabilities(tokens="host")
+    capabilities = Capabilities(tokens="host", request_keys=("script",))
 
     def propose(self, step: Step) -> Drafts:
         SEEN["steps"] += 1
@@ -103,7 +103,7 @@ class ScriptedProposer(Proposer):
 class HiddenStateProbe(ScriptedProposer):
     """Scripted, and keeps what the target's own head makes of the hidden states beside the token that was committed."""
 
-    capabilities = Capabilities(tokens="host", hidden_states="last")
+    capabilities = Capabilities(tokens="host", hidden_states="last", request_keys=("script",))
 
     def load(self, target: torch.nn.Module) -> None:
         self.target = target
@@ -121,7 +121,7 @@ class HiddenStateProbe(ScriptedProposer):
 class AuxiliaryStateProbe(HiddenStateProbe):
     """The same with auxiliary states, which are kept by request and by number of known tokens."""
 
-    capabilities = Capabilities(tokens="host", hidden_states="aux")
+    capabilities = Capabilities(tokens="host", hidden_states="aux", request_keys=("script",))
 
     def propose(self, step: Step) -> Drafts:
         assert step.aux_hidden_states is not None
@@ -166,7 +166,7 @@ class SampledProposer(ScriptedProposer):
     Requests in other modes draft as the script says, with one-hot rows where another request of the step samples.
     """
 
-    capabilities = Capabilities(tokens="host", probabilities=True)
+    capabilities = Capabilities(tokens="host", probabilities=True, request_keys=("script",))
 
     def propose(self, step: Step) -> Drafts:
         scripts = [request.extra.get("script") or {} for request in step.requests]
