@@ -17,6 +17,7 @@ counts works out positions (`by_position`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,9 @@ from typing import Any
 from vllm_specplugin.alarm import Alarm
 
 STATES = ("drafted", "scheduled", "trimmed", "verified", "accepted", "emitted")
+
+MOST_SURPLUS = 1024
+"""Passes that wait for the totals that they are counted in; these come with the next step, or never, if they go elsewhere."""
 
 ON_DEVICE = -1
 """In the place of a row's number of drafts, where only the device knows it."""
@@ -277,3 +281,21 @@ def cut(taken: Mapping[str, Any], source: str, emitted: int, surplus: int) -> bo
     lengths["emitted"][emitted] -= 1
     lengths["emitted"][emitted - surplus] += 1
     return True
+
+
+class Surplus:
+    """Tokens that passes gave requests after a stop string: the engine core counts them, the front end drops them."""
+
+    def __init__(self) -> None:
+        self._passes: deque[tuple[str, int, int]] = deque(maxlen=MOST_SURPLUS)
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def add(self, source: str, emitted: int, surplus: int) -> None:
+        """A pass with drafts of `source` gave `emitted` tokens, the last `surplus` of them for nothing."""
+        self._passes.append((source, emitted, surplus))
+
+    def take_out_of(self, taken: Mapping[str, Any]) -> None:
+        """Correct what the engine core counted; what is not in there yet stays here."""
+        self._passes = deque((each for each in self._passes if not cut(taken, *each)), maxlen=MOST_SURPLUS)

@@ -9,6 +9,7 @@ verify, in time, and requests get right answers. Each kind of fault is counted, 
 * **Time.** A proposer that lives on the host alone runs in a thread, and a step waits for it no longer than its budget;
   a late answer is for a step that has passed, so it is dropped. One that works on the target's device cannot be left
   behind (its work is in the engine's stream): it is measured, and skips as many steps as bring its mean back to the budget.
+  Where tensor-parallel ranks work together on drafts it skips none: their clocks differ, and one would wait for the other.
 """
 
 from __future__ import annotations
@@ -119,14 +120,17 @@ class Guard:
         self.wants_verdicts = type(proposer).observe is not Proposer.observe
         """The proposer learns from verdicts; where it does not, nobody needs to make them."""
         self._plain: set[str] = set()
+        """Requests that the proposer failed at."""
         self._to_forget: set[str] = set()
+        self._ended: set[str] = set()
+        """Those to forget that ended, or are preempted, which a late proposer must not be said to have failed at."""
+        self._lock = threading.Lock()
+        """Held while one of the three is read and changed, which the proposer's thread does, too."""
         self._failed_steps = 0
         self._steps_to_skip = 0
-        capabilities = proposer.capabilities
-        self._rows_are_independent = not capabilities.own_kv_cache
-        reads_device = capabilities.tokens == "device" or capabilities.hidden_states != "none"
-        self.on_host_only = not (reads_device or capabilities.own_kv_cache)
-        """It asks nothing of the target's device, so that it can run beside the step."""
+        self._rows_are_independent = not proposer.capabilities.own_kv_cache
+        self.on_host_only = proposer.on_host_only
+        self._spans_ranks = proposer.host.tensor_parallel_size > 1 and not self.on_host_only
         self._worker = Worker(f"specplugin-{name}") if self.on_host_only else None
 
     def propose(self, step: Step) -> CheckedDrafts:
@@ -157,8 +161,10 @@ class Guard:
         return result
 
     def skip(self, request_ids: Sequence[str]) -> None:
-        """The proposer is not asked in a step, so it must start afresh with the requests in it."""
-        self._to_forget.update(request_ids)
+        """The proposer does not see a step, so it must start afresh with the requests in it, unless it catches up."""
+        if not self.proposer.catches_up:
+            with self._lock:
+                self._to_forget.update(request_ids)
 
     def observe(self, verdict: Verdict) -> None:
         """Hand the verdict on, unless the proposer has not kept up."""
@@ -169,8 +175,10 @@ class Guard:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop the state of requests that ended; at once, or as soon as the proposer is free."""
-        self._plain.difference_update(request_ids)
-        self._to_forget.update(request_ids)
+        with self._lock:
+            self._plain.difference_update(request_ids)
+            self._ended.update(request_ids)
+            self._to_forget.update(request_ids)
         if self._worker is None:
             self._forget_now()
         elif not self._worker.busy:
@@ -194,15 +202,17 @@ class Guard:
         if seconds <= self.budget_seconds:
             return drafts
         budget = f"a budget of {self.budget_seconds * 1000:g} ms per step"
-        self._fault(Fault.LATE, f"drafting takes {seconds * 1000:.0f} ms or more, of {budget}; steps go on without it")
+        then = "they wait for it, as the ranks work together" if self._spans_ranks else "steps go on without it"
+        self._fault(Fault.LATE, f"drafting takes {seconds * 1000:.0f} ms or more, of {budget}; {then}")
+        if self._spans_ranks:
+            return drafts
         if self._worker is None:
             self._steps_to_skip = min(int(seconds / self.budget_seconds), 10_000)
             return drafts
         return self._missed(Fallback.LATE, step)
 
     def _missed(self, reason: Fallback, step: Step) -> CheckedDrafts:
-        """The proposer does not see this step, so it must start afresh with the requests in it."""
-        self._to_forget.update(step.request_ids)
+        self.skip(step.request_ids)
         return self._without(reason, step)
 
     def _without(self, reason: Fallback, step: Step) -> CheckedDrafts:
@@ -240,8 +250,8 @@ class Guard:
         result = _empty(step)
         drawn_by_chance = set()
         sources = [""] * step.num_rows
-        self._to_forget.update(step.request_ids)
-        self._forget_now()
+        # Not `_forget_now`: a request that ended while the proposer was late is still to be forgotten after this.
+        self._caught("forget", lambda: self.proposer.forget(step.request_ids))
         failed = []
         for row, request in enumerate(step.requests):
             part = step.select([row])
@@ -259,16 +269,19 @@ class Guard:
                 drawn_by_chance.add(row)
         if len(failed) < step.num_rows:
             self._failed_steps = 0
-        if len(failed) < step.num_rows or step.num_rows == 1:
-            self._plain.update(failed)
-        self._to_forget.update(failed)
+        with self._lock:
+            if len(failed) < step.num_rows or step.num_rows == 1:
+                self._plain.update(set(failed) - self._ended)
+            self._to_forget.update(failed)
         # Their probabilities are not put together for a step that went wrong: without them a row is verified by samples.
         return replace(result, unreliable=frozenset(drawn_by_chance), sources=sources if any(sources) else None)
 
     def _forget_now(self) -> None:
-        if self._to_forget:
+        with self._lock:
             request_ids = sorted(self._to_forget)
             self._to_forget.clear()
+            self._ended.clear()
+        if request_ids:
             self._caught("forget", lambda: self.proposer.forget(request_ids))
 
     # -- checking ----------------------------------------------------------

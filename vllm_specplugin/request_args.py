@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from reprlib import repr  # shortens: what a client sent may be long
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vllm_specplugin.errors import ConfigError, suggestion
 from vllm_specplugin.registry import normalise
 
@@ -23,41 +26,96 @@ COMMON_KEYS = ("enabled", "max_draft_tokens", "proposer")
 
 MAX_PREDICTION = 1 << 20
 """Most characters, or token ids, of a request's prediction: longer than any answer, and quick to look through."""
+CHARACTERS_PER_TOKEN = 16
+"""How many characters of a prediction, or of the JSON text that it comes in, may stand for a token of the longest answer."""
+BESIDE_PREDICTION = 1 << 10
+"""Characters of JSON text for all else that a request says."""
+MAX_ID = (1 << 31) - 1
+ID_BYTES = 4
 
 
-def read(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+def read(extra_args: Mapping[str, Any] | None, max_model_len: int = MAX_PREDICTION) -> dict[str, Any]:
     """The mapping under the plugin's key, empty where there is none; which keys there may be depends on the proposer (`Rules`).
+
+    A prediction of token ids is an int32 array `[ids]` in it, whichever way it was written. No answer is longer than
+    `max_model_len` tokens, and so no prediction: that bounds what a client can make others wait for.
 
     Raises:
         ConfigError: one line that names the key, the value and what is allowed.
     """
+    most = min(max_model_len, MAX_PREDICTION)
+    said = dict(_object(extra_args, most))
+    if "prediction" in said:
+        said["prediction"] = _prediction(said["prediction"], most)
+    return said
+
+
+def read_draft_limit(extra_args: Mapping[str, Any] | None) -> int | None:
+    """As `draft_limit(read(extra_args))`, for who has no use for predictions and should not look through them."""
+    return draft_limit(_object(extra_args, MAX_PREDICTION))
+
+
+def pack(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What `read` returned as plain objects that are cheap to send, to copy, and to read again: token ids as their bytes."""
+    packed = dict(said)
+    if isinstance(prediction := said.get("prediction"), np.ndarray):
+        packed["prediction"] = prediction.tobytes()
+    if (most := said.get("max_draft_tokens")) is not None:
+        packed["max_draft_tokens"] = min(most, MAX_ID)  # vLLM's messages carry integers of 64 bits
+    return packed
+
+
+def _object(extra_args: Mapping[str, Any] | None, most: int) -> Mapping[str, Any]:
+    """The mapping under the plugin's key; looked at but for the prediction."""
     said = (extra_args or {}).get(KEY)
     if said is None:
         return {}
     if isinstance(said, str):
+        if len(said) > CHARACTERS_PER_TOKEN * most + BESIDE_PREDICTION:  # before anybody spends time on it
+            raise ConfigError(
+                f"'{KEY}' is {repr(said)}, of {len(said)} characters; at most {CHARACTERS_PER_TOKEN * most + BESIDE_PREDICTION} "
+                f"({CHARACTERS_PER_TOKEN} per token of max_model_len). Shorten 'prediction'."
+            )
         try:
             said = json.loads(said)
         except (ValueError, RecursionError) as error:  # the latter: brackets without end
             raise ConfigError(f"'{KEY}' is {repr(said)}, which is not JSON; expected an object, e.g. {EXAMPLE}.") from error
     if not isinstance(said, Mapping):
         raise ConfigError(f"'{KEY}' is {repr(said)}; expected an object, e.g. {EXAMPLE}.")
-    enabled, most = said.get("enabled", True), said.get("max_draft_tokens", 0)
+    enabled, most_drafts = said.get("enabled", True), said.get("max_draft_tokens", 0)
     if enabled not in (True, False):  # 0 and 1 too: that is what vLLM's HTTP server makes of booleans
         raise ConfigError(f"'{KEY}.enabled' is {repr(enabled)}; expected true or false.")
-    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-        raise ConfigError(f"'{KEY}.max_draft_tokens' is {repr(most)}; expected an integer from 0 on.")
-    proposer, prediction = said.get("proposer", ""), said.get("prediction", "")
-    if not isinstance(proposer, str):
-        raise ConfigError(f"'{KEY}.proposer' is {repr(proposer)}; expected a proposer's name.")
-    if isinstance(prediction, str):
-        unit = "characters"
-    elif isinstance(prediction, list | tuple) and all(type(token) is int and token >= 0 for token in prediction):
-        unit = "token ids"
+    if isinstance(most_drafts, bool) or not isinstance(most_drafts, int) or most_drafts < 0:
+        raise ConfigError(f"'{KEY}.max_draft_tokens' is {repr(most_drafts)}; expected an integer from 0 on.")
+    if not isinstance(said.get("proposer", ""), str):
+        raise ConfigError(f"'{KEY}.proposer' is {repr(said['proposer'])}; expected a proposer's name.")
+    return said
+
+
+def _prediction(said: Any, most: int) -> str | NDArray[np.int32]:
+    """A text as it is; token ids, a list of them or the bytes that `pack` made, as `[ids]`."""
+    if isinstance(said, str):
+        unit, length, limit, bound = "characters", len(said), CHARACTERS_PER_TOKEN * most, f"{CHARACTERS_PER_TOKEN} for each of "
+    elif _are_ids(said):
+        unit, length, limit, bound = "token ids", len(said) // (ID_BYTES if isinstance(said, bytes) else 1), most, "as "
     else:
-        raise ConfigError(f"'{KEY}.prediction' is {repr(prediction)}; expected a text, or a list of token ids from 0 on.")
-    if len(prediction) > MAX_PREDICTION:
-        raise ConfigError(f"'{KEY}.prediction' is {repr(prediction)}, of {len(prediction)} {unit}; at most {MAX_PREDICTION}.")
-    return dict(said)
+        raise ConfigError(f"'{KEY}.prediction' is {repr(said)}; expected a text, or a list of token ids from 0 on.")
+    limit = min(limit, MAX_PREDICTION)
+    if length > limit:
+        raise ConfigError(f"'{KEY}.prediction' is {repr(said)}, of {length} {unit}; at most {limit} ({bound}max_model_len).")
+    if isinstance(said, str):
+        return said
+    if isinstance(said, bytes):
+        return np.frombuffer(said, dtype=np.int32)
+    if max(said, default=0) > MAX_ID:
+        raise ConfigError(f"'{KEY}.prediction' holds the token id {repr(max(said))}; ids are at most {MAX_ID}.")
+    return np.array(said, dtype=np.int32)
+
+
+def _are_ids(said: Any) -> bool:
+    if isinstance(said, bytes):
+        return len(said) % ID_BYTES == 0 and bool(np.frombuffer(said, dtype=np.int32).min(initial=0) >= 0)
+    return isinstance(said, list | tuple) and set(map(type, said)) <= {int} and min(said, default=0) >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +131,17 @@ class Rules:
     vocab_size: int | None = None
     tokenizer: bool = True
     """Texts can be made tokens of."""
+    max_model_len: int = MAX_PREDICTION
+
+    def read(self, extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a request says, looked at in every respect.
+
+        Raises:
+            ConfigError: one line that names the key, the value and what is allowed.
+        """
+        said = read(extra_args, self.max_model_len)
+        self.check(said)
+        return said
 
     def check(self, said: Mapping[str, Any]) -> None:
         """Look at what `read` returned.
@@ -99,19 +168,19 @@ class Rules:
                 f"'{KEY}.proposer' is {repr(named)}{suggestion(normalise(named)[:60], choice)} This engine offers "
                 f"{', '.join(f'{name!r}' for name in choice)}."
             )
-        self._check_prediction(said.get("prediction") or ())
+        self._check_prediction(said.get("prediction", ""))
 
-    def _check_prediction(self, prediction: str | list[int] | tuple[()]) -> None:
+    def _check_prediction(self, prediction: str | NDArray[np.int32]) -> None:
         if isinstance(prediction, str):
-            if not self.tokenizer:
+            if prediction and not self.tokenizer:
                 raise ConfigError(
                     f"'{KEY}.prediction' is {repr(prediction)}, a text, and the engine runs without a tokenizer; send token ids."
                 )
             return
-        if self.vocab_size is not None and max(prediction, default=0) >= self.vocab_size:
+        largest = int(prediction.max(initial=0))
+        if self.vocab_size is not None and largest >= self.vocab_size:
             raise ConfigError(
-                f"'{KEY}.prediction' holds the token id {repr(max(prediction))}; the target's ids run from 0 to "
-                f"{self.vocab_size - 1}."
+                f"'{KEY}.prediction' holds the token id {largest}; the target's ids run from 0 to {self.vocab_size - 1}."
             )
 
 

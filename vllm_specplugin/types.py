@@ -46,6 +46,11 @@ class Capabilities:
     parts: tuple[str, ...] = ()
     """The proposers that it is made of, of which a request may choose one."""
 
+    @property
+    def on_host_only(self) -> bool:
+        """It asks nothing of the target's device, so that it can run beside the step."""
+        return self.tokens != "device" and self.hidden_states == "none" and not self.own_kv_cache
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -103,6 +108,8 @@ class Host:
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
     """Drafts must be the same on every rank."""
+    data_parallel_rank: int = 0
+    """Which of several engines this is; each has requests of its own."""
     encode: Callable[[str], list[int]] | None = None
     """The target's tokenizer, adding no special tokens; None where the engine runs without one."""
     layers: HostLayers | None = None
@@ -120,15 +127,15 @@ class Request:
     sampling: Any = None
     """The host's own sampling parameters, complete."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the request said under `extra_args["specplugin"]`."""
+    """What the request said under `extra_args["specplugin"]`, but for the prediction."""
     arrival: int | None = None
     """Its number in the order in which the engine first scheduled requests, if the engine counts them."""
     max_draft_tokens: int | None = None
     """The most drafts per step that the request wants (a step's limits say so already); None where it leaves that open."""
     proposer: str | None = None
     """Which part of the configured proposer it wants to be drafted by; None where it leaves that open."""
-    prediction: str | tuple[int, ...] | None = None
-    """What it expects to be answered, as text or token ids: drafts to be verified like any others."""
+    prediction: str | Sequence[int] | NDArray[np.int32] | None = None
+    """What it expects to be answered, as text or token ids `[ids]`: drafts to be verified like any others."""
 
 
 class History(Protocol):
@@ -159,7 +166,8 @@ class Step:
     """One engine step as a proposer sees it: the target has run, its tokens are committed, drafts are wanted.
 
     Between `forget` calls a proposer sees every step of a request. A request id that it does not know (new, or after
-    `forget`) comes with a complete `history`; for a known one `committed` is what was added since the last step.
+    `forget`) comes with a complete `history`; for a known one `committed` is what was added since the last step. A proposer
+    that catches up (`Proposer.catches_up`) may miss steps instead of being told to forget.
     """
 
     requests: Sequence[Request]

@@ -20,7 +20,9 @@ from tests.support.scripted.scripted_parts import ScriptedProposer
 from tests.support.tiny import VOCAB_SIZE
 from vllm_specplugin import Proposer, ProposerOptions, Request
 from vllm_specplugin.counts import STATES
+from vllm_specplugin.errors import RegistryError
 from vllm_specplugin.guard import Guard
+from vllm_specplugin.registry import PROPOSERS
 
 # fp32 sums in another order: a verifying pass has k + 1 rows where plain decoding has one
 LOGPROB_TOLERANCE = 1e-4
@@ -50,6 +52,14 @@ def script(mode: str, prompt: Sequence[int] = (), tokens: Sequence[int] = (), **
     """What `scripted_parts` shall draft for a request, as its sampling parameters say it."""
     said = {"mode": mode, "prompt": len(prompt), "tokens": list(tokens), **more}
     return {"extra_args": {"specplugin": {"script": said}}}
+
+
+def reads_scripts(proposer: str) -> bool:
+    """Whether requests may carry a script for it; those that only the workers know are of `scripted_parts`, and do."""
+    try:
+        return "script" in PROPOSERS.resolve(proposer).capabilities.request_keys
+    except RegistryError:
+        return True
 
 
 def absent_token(*outputs: Sequence[int]) -> int:
@@ -240,6 +250,7 @@ class SideBySide:
         self.plain, self.drafting, self.model = plain, drafting, model
         self.runner = plain.runner
         self.k = 0
+        self._reads_scripts = True
         self.counted = PluginCounters({}, 0, 0)
         """The plugin's metrics of the last batch."""
         self._opened: dict[EngineWorker, str] = {}
@@ -254,6 +265,7 @@ class SideBySide:
         """
         self.k = k
         spec = {"proposer": "scripted", "num_speculative_tokens": k, "draft_budget_ms": PATIENCE_MS, **(plugin or {})}
+        self._reads_scripts = reads_scripts(spec["proposer"])
         if again:
             self._opened.clear()
         jobs = [(self.plain, None, engine), (self.drafting, spec, engine | {"force_async": force_async})]
@@ -307,6 +319,8 @@ class SideBySide:
     ) -> tuple[list[Result], Counters, Forecast]:
         """A batch with scripted drafts, one mode per request, whose results must be those of plain decoding.
 
+        A proposer that reads no script is taken to draft as those with the mode do.
+
         Also returned are the metrics, and what they have to be where no pass is lost to other requests.
         """
         known = self.baseline(prompts, params)
@@ -316,7 +330,7 @@ class SideBySide:
             one | script(mode, prompt, result.token_ids, token=wrong)
             for one, mode, prompt, result in zip(each, modes, prompts, known, strict=True)
         ]
-        results, counters = self.draft(prompts, asked)
+        results, counters = self.draft(prompts, asked if self._reads_scripts else each)
         assert_same(results, known)
         plan = Forecast()
         for prompt, result, said in zip(prompts, known, asked, strict=True):

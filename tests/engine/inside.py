@@ -298,13 +298,38 @@ def change_costs(llm: Any, sizes: list[int], seconds: list[float], asking: float
     controller.costs.observe(1, 0, seconds[0])
     controller.costs.observe = lambda *_: None
     controller._steps_in_regime = 1 << 20  # as if it had been so for long
-    controller._asking = SimpleNamespace(seconds=lambda requests: asking, observe=lambda *_: None)
+    controller._asking = controller._resuming = SimpleNamespace(seconds=lambda requests: asking, observe=lambda *_: None)
 
 
 def control(llm: Any) -> Any:
     """Where control is at; None where draft lengths are fixed."""
     controller = runtime(llm).controller
     return None if controller is None else controller.state
+
+
+def control_in_data_parallel(llm: Any) -> tuple[bool, bool, bool | None]:
+    """With several data-parallel ranks: whether requests can lapse, whether the host's drafter is asked although control has
+    paused, and what control takes that for. It spoils the engine for other tests."""
+    it = runtime(llm)
+    it._data_parallel = True
+    it.controller = it._control(runner(llm).vllm_config)
+    it.controller._paused = True
+    return it.controller.stateful, it.asks_native(["a"]), it._asked
+
+
+def control_under_asynchronous_scheduling(llm: Any, plugin: dict[str, Any]) -> tuple[bool, int]:
+    """Whether there is any, where the user wrote `plugin`, and how many warnings there are."""
+    from unittest.mock import patch
+
+    from vllm_specplugin.runtime import core
+
+    config = runner(llm).vllm_config
+    with (
+        patch.object(core.logger, "warning") as warning,
+        patch.object(config.scheduler_config, "async_scheduling", True),
+        patch.object(config.speculative_config, "plugin", plugin),
+    ):
+        return runtime(llm)._control(config) is not None, warning.call_count
 
 
 NATIVE_PASSES: list[int] = []

@@ -60,6 +60,16 @@ def _configured(model: str, speculative_config: dict[str, Any]) -> Any:
     return arguments.create_engine_config()
 
 
+def k_of(llm: Any, model: str, speculative_config: dict[str, Any], flags: dict[str, Any]) -> int:
+    """The k of an engine with these flags."""
+    from vllm.config import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(model=model, speculative_config=speculative_config, dtype="float32", max_model_len=256, **flags)
+    spec = arguments.create_speculative_config(arguments.create_model_config(), ParallelConfig())
+    return spec.num_speculative_tokens
+
+
 def round_trips(llm: Any, model: str, speculative_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The facts of one configuration after each way in which it may travel."""
     import cloudpickle

@@ -46,7 +46,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def facts(llm: Any) -> dict[str, Any]:
     """Runs inside a worker: what the plugin's runtime was told, and how the engine schedules."""
     runtime = inside.runtime(llm)
-    host = {name: value for name, value in asdict(runtime.host).items() if name not in ("config", "layers")}
+    host = {name: value for name, value in asdict(runtime.host).items() if name not in ("config", "layers", "encode")}
     return {
         "host": host,
         "verifier": runtime.resolved.verifier_name,

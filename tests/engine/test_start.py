@@ -62,6 +62,18 @@ def test_a_dictionary_without_anything_but_a_name(worker: EngineWorker, tiny_mod
     assert (found["plugin"], found["k"]) == ({"proposer": "ngram"}, 10)
 
 
+@pytest.mark.parametrize(
+    ("written", "ks"), [({}, [10, 5]), ({"control": "adaptive"}, [10, 5]), ({"num_speculative_tokens": 7}, [7, 7])]
+)
+def test_k_where_asynchronous_scheduling_is_insisted_on(
+    worker: EngineWorker, tiny_model: Path, written: dict[str, Any], ks: list[int]
+) -> None:
+    """It fixes draft lengths, so that nothing would shorten the longer drafts of adaptive control."""
+    plugin = {"proposer": "ngram", **written}
+    found = [inside(worker, "k_of", str(tiny_model), plugin, flags) for flags in ({}, {"async_scheduling": True})]
+    assert found == ks
+
+
 def test_k_of_the_proposers_own(worker: EngineWorker, tiny_model: Path) -> None:
     found = inside(worker, "round_trips", str(tiny_model), {"proposer": "copycat"})["as made"]
     assert found["k"] == 6
@@ -155,18 +167,18 @@ def test_a_request_may_ask_for_fewer_drafts_or_none(engines: SideBySide) -> None
     engines.open(4)
     prompts, asked = PROMPTS[:6], GREEDY | {"max_tokens": 12}
     known = engines.baseline(prompts, asked | {"max_tokens": 20})
-    limits: list[tuple[int, dict[str, Any]]] = [
-        (4, {}),
-        (4, {"enabled": True, "max_draft_tokens": 2**70, "as": "text"}),
-        (2, {"max_draft_tokens": 2}),
-        (0, {"enabled": False}),
-        (2, {"max_draft_tokens": 2, "as": "text"}),
-        (0, {"enabled": 0, "as": "text"}),
+    limits: list[tuple[int, dict[str, Any], bool]] = [
+        (4, {}, False),
+        (4, {"enabled": True, "max_draft_tokens": 2**70}, True),
+        (2, {"max_draft_tokens": 2}, False),
+        (0, {"enabled": False}, False),
+        (2, {"max_draft_tokens": 2}, True),
+        (0, {"enabled": 0}, True),
     ]
     params, expected = [], Forecast(by_position=(0,) * 4)
-    for prompt, result, (limit, said) in zip(prompts, known, limits, strict=True):
+    for prompt, result, (limit, said, as_text) in zip(prompts, known, limits, strict=True):
         ours = script("oracle", prompt, result.token_ids)["extra_args"]["specplugin"] | said
-        params.append(asked | {"extra_args": {"specplugin": json.dumps(ours) if "as" in said else ours}})
+        params.append(asked | {"extra_args": {"specplugin": json.dumps(ours) if as_text else ours}})
         told = asked | {"extra_args": {"specplugin": ours}}
         if limit:
             counted = forecast(prompt, result.token_ids, told, limit, emitted=12)

@@ -51,6 +51,8 @@ class Pretended:
     """A controller, a fixed number of drafts, or None for plain decoding."""
     asking: float = 1e-4
     """Seconds that drafting takes."""
+    catching_up: float = 0.0
+    """Seconds that it takes more in a step after one without."""
     tokens_each: int = 200
     noise: float = 0.03
     by_chance: bool = False
@@ -59,7 +61,10 @@ class Pretended:
     emitted: int = 0
     tested: int = 0
     asked: int = 0
+    seconds_asking: float = 0.0
+    """How long a controller's proposer was at it."""
     steps: int = 0
+    _kept_up: bool = True
     _requests: dict[str, tuple[NDArray[np.bool_], int]] = field(default_factory=dict)
     _next: int = 0
 
@@ -120,15 +125,19 @@ class Pretended:
         offsets = np.concatenate([[0], np.cumsum(counts)])
         control.begin(ids, np.array(tokens), offsets, self._lengths)
         lengths = np.zeros(len(ids), dtype=np.int64)
-        if control.asks(ids):
+        asks, kept_up = control.asks(ids), self._kept_up
+        self._kept_up = asks
+        if asks:
             self.asked += 1
-            self.now += self.asking
+            asking = self.asking + (0.0 if kept_up else self.catching_up)
+            self.now += asking
+            self.seconds_asking += asking
             drafts = np.zeros((len(ids), self.k), dtype=np.int64)
             for row, name in enumerate(ids):
                 right, at = self._requests[name]
                 drafts[row] = [_token(at + place) if right[at + place] else 0 for place in range(self.k)]
             full = np.full(len(ids), self.k)
-            lengths = control.lengths(ids, drafts, full, full, self.asking, by_chance=self.by_chance)
+            lengths = control.lengths(ids, drafts, full, full, asking, by_chance=self.by_chance)
         control.end()
         return lengths
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from tests.support.simulated_engines import LOADING, Simulation
+from tests.support.simulated_engines import LOADING, SimulatedEngine, Simulation
 from tests.support.tiny import BOS, EOS
 from vllm_specplugin.bench.candidates import PLAIN_DECODING, Candidate, LeftOut, candidate, defaults, name_of, named, unique
 from vllm_specplugin.bench.lineup import Load
@@ -374,6 +374,21 @@ def test_ctrl_c_reports_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert {(cell.concurrency, cell.speed.rounds) for cell in report.cells} == {(1, 2), (4, 1)}
     assert [one.speed and one.speed.rounds for one in report.overall] == [1, 1, 1]
     assert report.recommendation.candidate == "ngram"
+
+
+def test_ctrl_c_while_engines_load_reports_that_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = Simulation(speed).install(monkeypatch)
+
+    def interrupt(engine: SimulatedEngine) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SimulatedEngine, "wait", interrupt)
+    report = run_bench(tmp_path, plan(BOTH))
+    assert report.interrupted
+    assert machine.alive == []
+    page = markdown(report)
+    assert "no engine had loaded" in page
+    assert "no round was completed: nothing is known yet" in page
 
 
 def test_prompts_that_repeat_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -203,7 +203,8 @@ def test_options_and_capabilities_are_told(tmp_path: Path, monkeypatch: pytest.M
         "KV cache of its own",
         "checkpoint",
         "probabilities; trees",
-        '{"proposer": "typed_one", "model": "PATH", "num_speculative_tokens": 3}',
+        '{"proposer": "typed_one", "model": "PATH"}',
+        "as its checkpoint is made for (up to 3 where that does not say)",
         "(required)",
         "at most",
     ):

@@ -280,6 +280,30 @@ def test_a_paused_proposer_comes_back_when_its_drafts_pay(caplog: pytest.LogCapt
     assert resumed.startswith("Drafting by 'pretended' pays again")
 
 
+def test_what_a_pause_makes_dear_does_not_make_it_last() -> None:
+    """After a step without drafts the proposer takes in what it missed, which is the price of the pause and not of drafting."""
+    engine = controlled(dense, steady(0.01), 4, asking=0.0005, catching_up=0.040).run(600)
+    assert isinstance(engine.control, Controller)
+    assert engine.control.state.regime == "paused"
+    before, began = engine.seconds_asking, engine.now
+    engine.run(2000)
+    assert engine.control.state.regime == "paused"
+    assert engine.seconds_asking - before <= 1.1 * PROBE_SHARE * (engine.now - began)  # but it is paid for
+    engine.traffic = steady(0.9)
+    engine.run(6000)
+    assert engine.control.state.regime == "drafting"
+    assert engine.control._asking.seconds(4) == 0.0005
+
+
+def test_a_price_that_falls_during_a_pause_is_noticed() -> None:
+    engine = controlled(dense, steady(0.9), 1, asking=0.120, catching_up=0.010).run(500)
+    assert isinstance(engine.control, Controller)
+    assert engine.control.state.regime == "paused"
+    engine.asking = 0.0005
+    engine.run(15_000)
+    assert engine.control.state.regime == "drafting"
+
+
 def test_drafts_by_chance_are_tried_although_none_is_verified() -> None:
     engine = controlled(mixture, steady(0.02), 4, by_chance=True).run(1200)
     assert isinstance(engine.control, Controller)

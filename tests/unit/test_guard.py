@@ -396,3 +396,110 @@ def test_verdicts_and_forgetting_reach_the_proposer() -> None:
     guard.forget(["a", "unknown"])
     assert proposer.verdicts == [verdict]
     assert sorted(proposer.forgotten) == ["a", "unknown"]
+
+
+# -- missed steps -----------------------------------------------------------------
+
+
+class CatchesUp(Scripted):
+    catches_up = True
+
+
+@pytest.mark.parametrize("kind", [Scripted, CatchesUp])
+def test_who_catches_up_is_not_told_to_forget(kind: type[Scripted]) -> None:
+    """Neither after steps in which it was not asked, nor after those that it was too late for."""
+    release, late = threading.Event(), threading.Event()
+
+    def answer(_: Step) -> Drafts:
+        if late.is_set():
+            release.wait(30)
+        return Drafts([[1], [2]])
+
+    guard, proposer = guard_of(answer, kind=kind)
+    guard.propose(two_rows())
+    guard.skip(["a", "b"])
+    guard.propose(two_rows())
+    assert sorted(proposer.forgotten) == ([] if kind.catches_up else ["a", "b"])
+    late.set()
+    guard.budget_seconds = 0.01
+    guard.propose(two_rows())
+    guard.propose(two_rows())
+    assert guard.fallbacks == {Fallback.LATE: 2, Fallback.SKIPPED: 2}
+    guard.forget(["b"])  # one that ended is forgotten in any case
+    release.set()
+    late.clear()
+    settled(guard)
+    guard.budget_seconds = 5
+    guard.propose(two_rows())
+    assert sorted(proposer.forgotten) == (["b"] if kind.catches_up else ["a", "a", "b", "b"])
+
+
+def settled(guard: Guard) -> None:
+    """Wait until the proposer's thread has nothing to do."""
+    deadline = time.monotonic() + 10
+    while guard._worker is not None and guard._worker.busy and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def test_a_request_that_ends_while_its_proposer_is_late_leaves_nothing() -> None:
+    """Row by row the late proposer meets it once more, after all; it is forgotten after that, and not held to have failed."""
+    release, reached = threading.Event(), threading.Event()
+    states: set[str] = set()
+
+    class Keeps(Scripted):
+        def forget(self, request_ids: Sequence[str]) -> None:
+            super().forget(request_ids)
+            states.difference_update(request_ids)
+
+    def answer(step: Step) -> Drafts:
+        if step.num_rows > 1:
+            reached.set()
+            release.wait(30)
+            raise ValueError("all of them at once")
+        states.update(step.request_ids)
+        if step.request_ids == ["a"]:
+            raise ValueError("this one")
+        return Drafts([[7]] * step.num_rows)
+
+    guard, _ = guard_of(answer, budget_ms=20, kind=Keeps)
+    guard.propose(two_rows())
+    assert reached.wait(10)
+    guard.forget(["a", "b"])
+    release.set()
+    settled(guard)
+    assert states == {"a", "b"}  # the late answer
+    guard.budget_seconds = 5
+    assert guard.propose(step({"c": [1]})).rows() == [[7]]
+    assert states == {"c"}
+    assert guard._plain == set()
+
+
+def test_nobody_is_missed_who_ends_at_the_wrong_moment() -> None:
+    guard, proposer = guard_of(lambda step: Drafts([[7]] * step.num_rows), kind=OnDevice)
+    threads = []
+
+    class Interrupted(set[str]):
+        """Another thread comes to forget `b` once this one has read what there is to forget."""
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            yield from tuple(super().__iter__())
+            threads.append(threading.Thread(target=guard.skip, args=(["b"],)))
+            threads[-1].start()
+            threads[-1].join(0.05)
+
+    guard._to_forget = Interrupted({"a"})
+    guard._forget_now()
+    threads[0].join(10)
+    guard._to_forget = set(set.__iter__(guard._to_forget))
+    guard._forget_now()
+    assert proposer.forgotten == ["a", "b"]
+
+
+def test_ranks_that_draft_together_skip_no_step_by_their_own_clocks(caplog: pytest.LogCaptureFixture) -> None:
+    proposer = OnDevice(lambda _: time.sleep(0.02) or Drafts([[1], [2]]))  # type: ignore[func-returns-value]
+    proposer.host = host(vocab_size=VOCAB, tensor_parallel_size=2)
+    guard = Guard(proposer, "scripted", 5)
+    for _ in range(4):
+        assert guard.propose(two_rows()).rows() == [[1], [2]]
+    assert guard.faults == {Fault.LATE: 4}
+    assert "the ranks work together" in caplog.text

@@ -58,6 +58,18 @@ class Deaf(Part):
     observe = Proposer.observe
 
 
+class CatchesUp(Part):
+    """Sees by itself that it missed something."""
+
+    catches_up = True
+
+
+class OnDevice(Part):
+    """Reads tokens on the target's device."""
+
+    capabilities = Capabilities(tokens="device")
+
+
 class Model(Part):
     """Works on hidden states, has a checkpoint, and may draw its drafts."""
 
@@ -86,7 +98,15 @@ class OtherNative(Native):
     capabilities = Capabilities(tokens="none", own_kv_cache=True, native="mtp")
 
 
-PARTS: dict[str, type[Part]] = {"one": Part, "two": Deaf, "model": Model, "native": Native, "other_native": OtherNative}
+PARTS: dict[str, type[Part]] = {
+    "one": Part,
+    "two": Deaf,
+    "catches_up": CatchesUp,
+    "on_device": OnDevice,
+    "model": Model,
+    "native": Native,
+    "other_native": OtherNative,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -98,13 +118,18 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hybrid(
-    *names: str | dict[str, Any], sampling: Any = "greedy", says: dict[str, Says] | None = None, budget: float = 60_000.0
+    *names: str | dict[str, Any],
+    sampling: Any = "greedy",
+    says: dict[str, Says] | None = None,
+    budget: float = 60_000.0,
+    ranks: int = 1,
 ) -> HybridProposer:
     for name, words in (says or {}).items():
         PROPOSERS.resolve(name).says = staticmethod(words)  # type: ignore[attr-defined]
     options = {"proposers": list(names)}
     config = SpecConfig(proposer="hybrid", model="heads", options=options, draft_sampling=sampling, draft_budget_ms=budget)
-    return HybridProposer(host(vocab_size=VOCAB, k=K, config=config), HybridProposer.Options(proposers=names))
+    around = host(vocab_size=VOCAB, k=K, config=config, tensor_parallel_size=ranks)
+    return HybridProposer(around, HybridProposer.Options(proposers=names))
 
 
 def part_of(proposer: HybridProposer, name: str) -> Any:
@@ -270,6 +295,28 @@ def test_the_hosts_own_drafter_is_always_asked() -> None:
     assert limits_of(talk.proposer, "native") == [[K]] * 10
 
 
+@pytest.mark.parametrize("sampling", ["greedy", "probabilistic"])
+def test_ranks_ask_a_model_that_they_share_whatever_the_host_parts_say(sampling: str) -> None:
+    """These may be late on one rank alone, and then one of the ranks would wait for the others. Requests say the same to all."""
+    says: dict[str, Says] = {"one": constant(1, 2, 3, 4), "model": constant(3, 6)}
+    proposer = hybrid("one", "model", sampling=sampling, says=says, ranks=2)
+    requests = {"a": Request("a"), "b": Request("b", proposer="one"), "c": Request("c", proposer="model")}
+    checked = guarded(proposer).propose(step({name: [1, 2] for name in requests}, k=K, requests=requests, limits=[K, K, 1]))
+    assert limits_of(proposer, "model") == [[K, 0, 1]]
+    assert checked.sources == ["one", "one", "model"]
+
+
+def test_a_part_on_the_device_keeps_the_hybrid_out_of_a_thread() -> None:
+    for names, on_host_only in ((("one", "two"), True), (("one", "on_device"), False), (("one", "native"), False)):
+        guard = guarded(hybrid(*names))
+        assert (guard.on_host_only, guard._worker is not None) == (on_host_only, on_host_only)
+    device = hybrid("one", "on_device", says={"on_device": constant(1)})
+    thread = []
+    type(part_of(device, "on_device")).says = staticmethod(lambda step, row: thread.append(threading.get_ident()) or [1])
+    guarded(device).propose(step({"a": [1]}, k=K))
+    assert thread == [threading.get_ident()]
+
+
 def test_a_model_that_cannot_draft_so_far_leaves_the_others_their_length(tmp_path: Any) -> None:
     heads = checkpoint_for("medusa", VOCAB, 2)
     config = SpecConfig.parse({"proposer": "hybrid", "model": heads, "options": {"proposers": ["ngram", "medusa"]}})
@@ -415,6 +462,26 @@ def test_every_part_sees_every_token_whoever_drafts() -> None:
         assert seen == ANSWER[: len(seen)]
 
 
+def test_after_missed_steps_each_part_goes_on_as_it_can() -> None:
+    """And the drafts from before teach nothing, as what they were about is gone."""
+    talk = Talk(hybrid("one", "catches_up"), ANSWER).let("one", lambda place: True).let("catches_up")
+    talk.sources(6)
+    others = {"b": Request("b"), "a": talk.request}
+    evidence = talk.proposer._estimates._of_kind.copy()
+    talk.guard.skip(["a"])  # the guard has nothing forgotten
+    missed = talk.answer[talk.done : talk.done + 3]
+    talk.known, talk.done = talk.known + missed, talk.done + 3
+    drafts = talk.guard.propose(step({"b": [1, 2], "a": talk.known}, k=K, requests=others)).rows()
+    assert drafts[1] == talk.answer[talk.done : talk.done + K]
+    np.testing.assert_array_equal(talk.proposer._estimates._of_kind, evidence)
+    assert (part_of(talk.proposer, "one").forgotten, part_of(talk.proposer, "catches_up").forgotten) == (["a"], [])
+    talk.new = 1  # and on it goes
+    talk.known, talk.done = talk.known + talk.answer[talk.done : talk.done + 1], talk.done + 1
+    assert talk.sources(3) == ["catches_up"] * 3
+    assert talk.proposer._estimates._of_kind.sum() > evidence.sum()
+    assert part_of(talk.proposer, "one").forgotten == ["a"]
+
+
 def test_verdicts_go_to_the_part_that_drafted() -> None:
     says: dict[str, Says] = {"one": lambda step, row: [9] if row == 1 else [], "two": lambda step, row: [8] * 2}
     proposer = hybrid("one", "two", says=says)
@@ -440,6 +507,7 @@ def test_forgetting_reaches_every_part() -> None:
     talk.guard.forget(["a", "never seen"])
     assert part_of(talk.proposer, "one").forgotten == part_of(talk.proposer, "two").forgotten == ["a", "never seen"]
     assert not talk.proposer._drafted_by
+    assert not talk.proposer._lengths
     assert not talk.proposer._estimates._slots
 
 

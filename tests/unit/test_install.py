@@ -6,9 +6,12 @@ import logging
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from vllm_specplugin.request_args import Rules
 from vllm_specplugin.runtime import install
 
 HOOKS = [
@@ -104,3 +107,36 @@ def test_numba_does_not_stop_the_cpu_worker(first: str) -> None:
         "; ".join(steps) + "; from llvmlite.binding import ffi; print(vars(ffi.lib).get('kernel')); ffi.lib.LLVMPY_GetVersionInfo"
     )
     assert run(code).split() == ["None"]
+
+
+# -- requests ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], object]:
+    """What a request's `extra_args` are once the front end has looked at it; refusals are a ValueError."""
+    stub = types.ModuleType("vllm.exceptions")
+    stub.VLLMValidationError = ValueError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.exceptions", stub)
+    rules = Rules("predicted", keys=("prediction",), vocab_size=100, max_model_len=10)
+    config = types.SimpleNamespace(plugin={}, runner="v2", request_rules=lambda: rules)
+
+    def validate(extra_args: object) -> object:
+        params = types.SimpleNamespace(extra_args=extra_args)
+        install._validate_spec_decode(lambda *_: None, params, config)
+        return params.extra_args
+
+    return validate
+
+
+def test_requests_are_read_once_and_sent_on_in_a_form_that_is_quick_to_read(validated: Callable[[object], object]) -> None:
+    mine = {"specplugin": '{"prediction": [5, 6], "enabled": true}', "other": 1}
+    expected = {"specplugin": {"prediction": np.array([5, 6], np.int32).tobytes(), "enabled": True}, "other": 1}
+    assert validated(mine) == expected
+    assert validated(validated(mine)) == expected  # the same parameters serve many requests
+    assert isinstance(mine["specplugin"], str)
+    assert validated(None) is None
+    assert validated({"other": 1}) == {"other": 1}
+    with pytest.raises(ValueError, match="of 11 token ids; at most 10"):
+        validated({"specplugin": {"prediction": [1] * 11}})

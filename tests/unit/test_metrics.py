@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specplugin.alarm import FIRST_DRAFTS, LATER_DRAFTS, LEAST_PASSES, Alarm
-from vllm_specplugin.counts import STATES, Counts, SequenceCounts, SourceCounts, StepReport, by_position, cut
+from vllm_specplugin.counts import (
+    MOST_SURPLUS,
+    STATES,
+    Counts,
+    SequenceCounts,
+    SourceCounts,
+    StepReport,
+    Surplus,
+    by_position,
+    cut,
+)
 from vllm_specplugin.guard import Fallback, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,6 +194,21 @@ def test_a_stop_string_takes_tokens_back() -> None:
     assert positions(taken)["emitted"] == [2, 1]
     assert not cut(taken, "ngram", 5, 3)  # not there again
     assert not cut(taken, "eagle", 5, 3)
+
+
+def test_what_waits_for_totals_that_never_come_is_bounded() -> None:
+    waiting, made = Surplus(), counts(a=None)
+    for _ in range(MOST_SURPLUS + 5):
+        waiting.add("ngram", 5, 3)
+    assert len(waiting) == MOST_SURPLUS
+    made.report(report(("a", 4)))
+    one_pass(made, "a", 4, generated=5, emitted=5)
+    taken = made.take()
+    waiting.take_out_of(taken)
+    assert positions(taken)["emitted"] == [1, 1]
+    assert len(waiting) == MOST_SURPLUS - 1
+    waiting.take_out_of(taken)  # not there again
+    assert len(waiting) == MOST_SURPLUS - 1
 
 
 STEP = st.tuples(

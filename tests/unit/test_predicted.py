@@ -257,6 +257,14 @@ def test_a_text_goes_through_the_tokenizer() -> None:
     assert run.draft() == letters("ome text")
 
 
+def test_the_tokenizer_is_loaded_before_the_first_text() -> None:
+    """Which may take seconds, and would otherwise be done within a step."""
+    texts: list[str] = []
+    make(encode=lambda text: texts.append(text) or []).load(None)  # type: ignore
+    assert texts == [""]
+    make(encode=lambda text: 1 // 0).load(None)  # type: ignore[arg-type]
+
+
 def test_a_long_text_is_tokenized_beside_the_steps() -> None:
     """No step waits for it; once it is there, the answer so far is found in it. Short ones that come later queue behind it."""
     hold, calls = threading.Event(), []

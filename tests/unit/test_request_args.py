@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specplugin import ConfigError
-from vllm_specplugin.request_args import MAX_PREDICTION, Rules, draft_limit, read
+from vllm_specplugin.request_args import MAX_PREDICTION, Rules, draft_limit, pack, read, read_draft_limit
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {"specplugin": None}, {"specplugin": {}}, {"specplugin": "{}"}])
@@ -40,6 +41,39 @@ def test_draft_limit(said: dict[str, Any], limit: int | None) -> None:
     assert draft_limit(read({"specplugin": said})) == limit
 
 
+@pytest.mark.parametrize("said", [[3, 1, 2], (3, 1, 2), np.array([3, 1, 2], np.int32).tobytes(), "JSON"], ids=repr)
+def test_token_ids_are_an_array_however_they_were_written(said: Any) -> None:
+    found = read({"specplugin": '{"prediction": [3, 1, 2]}' if said == "JSON" else {"prediction": said}})["prediction"]
+    assert found.dtype == np.int32
+    assert found.tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"prediction": [3, 70000], "enabled": true}', '{"prediction": "text"}', "{}", '{"max_draft_tokens": 1}']
+)
+def test_what_is_packed_says_the_same_without_a_list(text: str) -> None:
+    said = read({"specplugin": text})
+    packed = pack(said)
+    assert all(isinstance(value, bytes | str | bool | int) for value in packed.values())
+    again = read({"specplugin": packed})
+    assert again.keys() == said.keys()
+    assert all(np.array_equal(again[key], said[key]) for key in said)
+
+
+def test_draft_limits_are_read_without_a_look_at_predictions() -> None:
+    class Untouched(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("nobody asked for it")
+
+        __len__ = __iter__  # type: ignore[assignment]
+
+    assert read_draft_limit({"specplugin": {"enabled": False, "prediction": Untouched()}}) == 0
+    assert read_draft_limit({"specplugin": '{"max_draft_tokens": 2, "prediction": [1]}'}) == 2
+    assert read_draft_limit(None) is None
+    with pytest.raises(ConfigError, match=r"'specplugin\.enabled' is 5"):
+        read_draft_limit({"specplugin": {"enabled": 5}})
+
+
 @pytest.mark.parametrize(
     ("said", "parts"),
     [
@@ -61,6 +95,10 @@ def test_draft_limit(said: dict[str, Any], limit: int | None) -> None:
         ({"prediction": {"type": "content"}}, ["'specplugin.prediction'"]),
         ({"prediction": "x" * (MAX_PREDICTION + 1)}, [f"of {MAX_PREDICTION + 1} characters; at most {MAX_PREDICTION}"]),
         ({"prediction": [7] * (MAX_PREDICTION + 1)}, ["token ids; at most"]),
+        ({"prediction": bytes(4 * MAX_PREDICTION + 4)}, [f"of {MAX_PREDICTION + 1} token ids; at most"]),
+        ({"prediction": b"12345"}, ["a text, or a list of token ids"]),
+        ({"prediction": b"\xff\xff\xff\xff"}, ["a text, or a list of token ids from 0 on"]),
+        ({"prediction": [1 << 31]}, ["holds the token id 2147483648", "at most 2147483647"]),
     ],
     ids=lambda case: repr(case)[:60],
 )
@@ -106,6 +144,34 @@ def test_what_a_proposer_reads_may_be_said(said: dict[str, Any]) -> None:
     HYBRID.check(read({"specplugin": said}))
 
 
+SHORT = Rules("predicted", keys=("prediction",), vocab_size=100, max_model_len=10)
+
+
+@pytest.mark.parametrize(
+    "said", [{"prediction": [1] * 10}, {"prediction": "x" * 160}, '{"prediction": "%s"}' % ("x" * 160)], ids=repr
+)
+def test_a_prediction_may_be_as_long_as_an_answer(said: Any) -> None:
+    assert len(SHORT.read({"specplugin": said})["prediction"]) in (10, 160)
+
+
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        ({"prediction": [1] * 11}, ["of 11 token ids; at most 10 (as max_model_len)"]),
+        ({"prediction": bytes(44)}, ["of 11 token ids; at most 10"]),
+        ({"prediction": "x" * 161}, ["of 161 characters; at most 160 (16 for each of max_model_len)"]),
+        ("[" * 1185, ["of 1185 characters; at most 1184 (16 per token of max_model_len)", "Shorten 'prediction'"]),  # unparsed
+        ({"prediction": [100]}, ["holds the token id 100", "from 0 to 99"]),
+        ({"predicted": []}, ["'specplugin.predicted' is nothing that"]),
+    ],
+    ids=lambda case: repr(case)[:60],
+)
+def test_what_is_longer_than_any_answer_is_refused(said: Any, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SHORT.read({"specplugin": said})
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("rules", "said", "parts"),
     [
@@ -129,3 +195,8 @@ def test_one_line_names_what_the_engine_has_no_use_for(rules: Rules, said: dict[
     assert all(part in text for part in parts), text
     assert "\n" not in text
     assert len(text) < 300
+
+
+def test_a_limit_beyond_any_is_packed_as_one_that_messages_can_carry() -> None:
+    assert pack({"max_draft_tokens": 2**70}) == {"max_draft_tokens": 2**31 - 1}
+    assert pack({"max_draft_tokens": 3}) == {"max_draft_tokens": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -18,10 +19,10 @@ from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.proposers import suffix_answers, suffix_index, suffix_kernels, suffix_tree
 from vllm_specplugin.proposers.ngram_kernels import KEY_SHIFT, LENGTH_MASK, MAX_TOKENS, home, make_key, mix
 from vllm_specplugin.proposers.suffix import SuffixOptions, SuffixProposer
-from vllm_specplugin.proposers.suffix_answers import Answers, ring_bytes, ring_size
+from vllm_specplugin.proposers.suffix_answers import Answers, pieces_of, ring_bytes, ring_size
 from vllm_specplugin.proposers.suffix_kernels import CHUNK, HEAD
 from vllm_specplugin.proposers.suffix_reference import Rules, Text, space_saving, suffix_draft
-from vllm_specplugin.proposers.suffix_tree import MAX_COUNT, MAX_VOCAB, NODE_WORDS, counted, dead
+from vllm_specplugin.proposers.suffix_tree import CLASSES, MAX_COUNT, MAX_VOCAB, NODE_WORDS, counted, dead
 
 K = 4
 
@@ -467,6 +468,66 @@ def test_writes_off_the_steps_path_when_something_was_answered(tmp_path: Path, m
     assert file.exists()
 
 
+def test_what_comes_in_while_the_answers_are_copied_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that are handed out again between the copy of their origins and that of their tokens belong to neither."""
+    proposer = loaded(max_cached_tokens=1 << 13)
+    answers = proposer.index.answers
+    rng = np.random.default_rng(0)
+    given: list[list[int]] = []
+
+    def answer(count: int) -> None:
+        for _ in range(count):
+            given.append(rng.integers(0, 1000, 150).tolist())
+            answered(proposer, str(len(given)), [1, 2, 3], given[-1])
+
+    answer(80)  # more than the ring holds
+    kept = texts(proposer)
+    ring, half = answers.tokens, len(answers.tokens) // 2
+
+    class Slowly:
+        def copy(self) -> object:
+            monkeypatch.undo()
+            first = ring[:half].copy()
+            answer(10)
+            return np.concatenate([first, ring[half:]])
+
+        def __len__(self) -> int:
+            return len(ring)
+
+    monkeypatch.setattr(answers, "tokens", Slowly())
+    found = [piece.tokens.tolist() for piece in pieces_of(*answers.snapshot())]
+    assert answers.tokens is ring
+    spelt = [f", {str(tokens)[1:-1]}," for tokens in given]
+    assert all(any(f", {str(piece)[1:-1]}," in text for text in spelt) for piece in found)
+    assert len(kept) - 25 < len(found) < len(kept)
+
+
+def test_a_copy_waits_for_the_step_that_runs() -> None:
+    proposer = loaded()
+    answers = proposer.index.answers
+    done: list[object] = []
+    copying = threading.Thread(target=lambda: done.append(answers.snapshot()))
+    with answers._writing:
+        copying.start()
+        copying.join(0.1)
+        assert not done
+    copying.join(10)
+    assert len(done) == 1
+
+
+def test_each_data_parallel_engine_has_a_file_of_its_own(tmp_path: Path) -> None:
+    for rank in range(3):
+        around = host(vocab_size=1000, max_model_len=4096, k=K, data_parallel_rank=rank)
+        proposer = SuffixProposer(around, SuffixOptions(cache_file=str(tmp_path / "answers.npz")))
+        proposer.load(None)  # type: ignore[arg-type]
+        answered(proposer, "a", [1], [rank, *ANSWER[:10]])
+        del proposer
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.dp1.npz", "answers.dp2.npz", "answers.npz"]
+    again = SuffixProposer(around, SuffixOptions(cache_file=str(tmp_path / "answers.npz")))
+    again.load(None)  # type: ignore[arg-type]
+    assert [piece[0] for piece in texts(again)] == [2]
+
+
 def test_a_disk_that_is_full_costs_the_file_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -511,7 +572,14 @@ def stored(file: Path, **changes: object) -> None:
         ({"head": np.zeros(2)}, "do not fit together"),
         ({"trust": np.zeros(3)}, "do not fit together"),
         ({"odds": None}, "do not fit together"),
+        ({"tokens": np.array(5, dtype=np.int32)}, "do not fit together"),
+        ({"odds": np.full((2, CLASSES), np.nan)}, "do not fit together"),
+        ({"odds": np.full((2, CLASSES), "x")}, "do not fit together"),
+        ({"head": 1.5}, "do not fit together"),
         ({"version": None}, "is no file of answers"),
+        ({"version": np.array([1, 2])}, "is no file of answers"),
+        ({"version": np.inf}, "is no file of answers"),
+        ({"vocab_size": np.array([[1000, 1]])}, "is no file of answers"),
         ({"tokens": np.array([object()])}, "is no file of answers"),
     ],
 )

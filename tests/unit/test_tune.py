@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from tests.support.simulated_engines import Simulation
+from tests.support.simulated_engines import SimulatedEngine, Simulation
+from vllm_specplugin.bench import tune as tuning
 from vllm_specplugin.bench.candidates import Candidate
 from vllm_specplugin.bench.lineup import Load
 from vllm_specplugin.bench.report import PLAIN_IS_FASTEST
+from vllm_specplugin.bench.run import bench
 from vllm_specplugin.bench.space import LENGTHS, halved, lengths, options, stages, verifiers
 from vllm_specplugin.bench.table import print_tuning, tuning_markdown
 from vllm_specplugin.bench.traffic import Request, Traffic
@@ -158,6 +160,44 @@ def test_an_interrupt_and_a_failing_configuration_leave_what_is_known(monkeypatc
     assert report.recommendation.flag == NGRAM.flag
     assert "part of that may be luck" in report.recommendation.reason
     assert [lost.candidate for lost in report.left_out] == ["vllm:ngram"]
+
+
+@pytest.mark.parametrize(
+    ("error", "interrupted", "why"),
+    [
+        (KeyboardInterrupt(), True, "part of that may be luck"),
+        (
+            SpecPluginError("the plain engine failed (start): no memory"),
+            False,
+            "afresh failed: the plain engine failed (start): no",
+        ),
+    ],
+    ids=["Ctrl-C", "no engine"],
+)
+@pytest.mark.parametrize("caught_by_bench", [True, False])
+def test_the_search_stands_where_measuring_it_afresh_ends_early(
+    error: BaseException, interrupted: bool, why: str, caught_by_bench: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Simulation(speed, noise).install(monkeypatch)
+    searched = []
+
+    def fail(*_: object) -> None:
+        searched.append(True)
+        raise error
+
+    def bench_that_fails(*arguments: Any) -> Any:
+        if caught_by_bench:  # while engines load
+            monkeypatch.setattr(SimulatedEngine, "wait", fail)
+            return bench(*arguments)
+        return fail()
+
+    monkeypatch.setattr(tuning, "bench", bench_that_fails)
+    report = run_tune(tmp_path, plan(NGRAM))
+    assert searched
+    assert report.confirmed is None
+    assert report.interrupted is interrupted
+    assert '"num_speculative_tokens": 3' in report.recommendation.flag
+    assert why in report.recommendation.reason
 
 
 def test_a_search_without_anything_that_runs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     return Fresh
 
 
-def plan(tokens: int = 10_000, **more: Any) -> Plan:
-    return make_plan("some/model", {"proposer": "ngram"}, tokens=tokens, **more)
+def plan(tokens: int = 10_000, config: dict[str, Any] | None = None, **more: Any) -> Plan:
+    return make_plan("some/model", config or {"proposer": "ngram"}, tokens=tokens, **more)
 
 
 def test_one_engine_at_a_time_and_all_of_its_tokens_are_counted(engine: type[FakeEngine], tmp_path: Path) -> None:
@@ -141,8 +141,26 @@ def test_one_engine_at_a_time_and_all_of_its_tokens_are_counted(engine: type[Fak
     assert report.martingale.alpha + report.chi_square.alpha == pytest.approx(1e-3)  # they share it
     assert not report.interrupted
     assert any(line.startswith(f"{len(tested.requests)} tokens at places where rounding") for line in report.not_tested)
+    assert any(line.startswith("Drafts that adaptive control leaves off") for line in report.not_tested)
     assert Report.read_json(tmp_path / "report.json") == report
     assert "<html" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"proposer": "ngram", "control": "fixed"},
+        {"proposer": "ngram", "num_speculative_tokens": 3},
+        {"method": "ngram", "num_speculative_tokens": 3},
+    ],
+    ids=str,
+)
+def test_where_nothing_is_left_off_nothing_is_said_of_it(
+    engine: type[FakeEngine], tmp_path: Path, config: dict[str, Any]
+) -> None:
+    report = run(plan(2_000, config), tmp_path, progress=False)
+    assert report.not_tested
+    assert not any("adaptive" in line for line in report.not_tested)
 
 
 def test_places_of_the_chi_square_come_from_plain_decoding(engine: type[FakeEngine], tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def notes(traffic: Traffic, load: Load, facts: Mapping[str, Any], rounds: Sequen
             "looks better than it would on new ones. Give more prompts."
         )
     needed = max(load.concurrencies) * (traffic.longest + load.max_tokens)
-    if facts and facts["kv_cache_tokens"] < needed:
+    if facts.get("kv_cache_tokens", needed) < needed:  # unknown where no engine had loaded when it was interrupted
         lines.append(
             f"The KV cache of an engine holds {facts['kv_cache_tokens']:,} tokens, fewer than the {needed:,} that the longest "
             "requests need at the highest concurrency: some may have had to wait. Hold fewer engines with --engines-at-once, or "

@@ -54,7 +54,8 @@ def _pair(values: tuple[float, float]) -> str:
 def heading(report: Report) -> str:
     """One line: what was run."""
     facts = report.environment
-    where = f"vLLM {facts['vllm']}, {facts['dtype']}, {facts['device']}, {facts['cores']} cores"
+    engine = f"vLLM {facts['vllm']}, {facts['dtype']}, {facts['device']}" if "vllm" in facts else "no engine had loaded"
+    where = f"{engine}, {facts['cores']} cores"
     asked = f"{report.prompts}, temperature {report.temperature:g}, up to {report.max_tokens} tokens per answer"
     return f"{Path(report.model).name}: {asked}; {where}"
 

@@ -31,6 +31,7 @@ WORTH_IT = 1.01
 """How much faster a neighbour must be to be worth the longer line."""
 BEST, SLOWER, DROPPED = "best so far", "slower", "dropped early"
 """What became of a configuration."""
+INTERRUPTED = "interrupted before it was measured afresh, so part of that may be luck"
 
 
 class Tried(Frozen):
@@ -50,7 +51,7 @@ class TuneReport(Frozen):
     tried: list[Tried]
     left_out: list[LeftOutEntry]
     confirmed: Report | None
-    """None where the search was interrupted, or found nothing that is faster than plain decoding."""
+    """None where that was interrupted or failed, or the search found nothing that is faster than plain decoding."""
     recommendation: Recommendation
     interrupted: bool
 
@@ -86,15 +87,23 @@ def tune(plan: TunePlan, logs: Path, bars: Progress) -> TuneReport:
             search.run()
         except KeyboardInterrupt:
             interrupted = True
-    confirmed = None
+    confirmed, why = None, INTERRUPTED if interrupted else "not measured afresh"
     if search.best is not None and search.speed_of(search.best).value > 1 and not interrupted:
-        confirmed = bench(_confirmation(plan, search, whole), logs, bars)
-        interrupted = confirmed.interrupted
+        try:
+            confirmed = bench(_confirmation(plan, search, whole), logs, bars)
+        except SpecPluginError as error:  # the search was long, and its result stands
+            why = f"measuring it afresh failed: {error}"
+        except KeyboardInterrupt:  # while engines were being ended
+            interrupted, why = True, INTERRUPTED
+    if confirmed is not None and confirmed.interrupted:
+        interrupted, why = True, INTERRUPTED
+        if all(one.speed is None for one in confirmed.overall if one.candidate != PLAIN):
+            confirmed = None
     return TuneReport(
         tried=search.tried,
         left_out=[LeftOutEntry(candidate=lost.name, why=lost.why) for lost in [*plan.left_out, *lineup.failed]],
         confirmed=confirmed,
-        recommendation=confirmed.recommendation if confirmed else _unconfirmed(search, interrupted),
+        recommendation=confirmed.recommendation if confirmed else _unconfirmed(search, why),
         interrupted=interrupted,
     )
 
@@ -115,15 +124,14 @@ def _confirmation(plan: TunePlan, search: _Search, whole: Clock) -> Plan:
     )
 
 
-def _unconfirmed(search: _Search, interrupted: bool) -> Recommendation:
-    """What can be said from the search alone."""
+def _unconfirmed(search: _Search, why: str) -> Recommendation:
+    """What can be said from the search alone; `why` there is no more."""
     if search.best is None:
         return Recommendation(candidate=PLAIN, flag="", reason="nothing was measured")
     speed = search.speed_of(search.best)
     standing = f"the best of the search is {search.best.name}, {described(speed)} over plain decoding"
     if speed.value <= 1:
         return Recommendation(candidate=PLAIN, flag="", reason=f"nothing was faster than plain decoding: {standing}")
-    why = "interrupted before it was measured afresh, so part of that may be luck" if interrupted else "not measured afresh"
     return Recommendation(candidate=search.best.name, flag=search.best.flag, reason=f"{standing}; {why}")
 
 

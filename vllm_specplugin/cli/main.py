@@ -116,7 +116,12 @@ def validate(
     model: Annotated[str, typer.Argument(help="The target model, as `vllm serve` takes it.", show_default=False)],
     speculative_config: Annotated[
         str | None,
-        typer.Option("--speculative-config", "-sc", metavar="JSON", help="As `vllm serve` takes it: the plugin's or vLLM's own."),
+        typer.Option(
+            "--speculative-config",
+            "-sc",
+            metavar="JSON",
+            help="Required. As `vllm serve` takes it: the plugin's or vLLM's own.",
+        ),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Your own prompts, one per line, or JSON lines (.jsonl).")

@@ -285,7 +285,7 @@ def _print_detail(out: Console, part: Part) -> None:
     items += [
         ("Needs", "; ".join(needs(capabilities))),
         ("Gives", "; ".join(gives(capabilities))),
-        ("Drafts", f"{_default_k(part)} tokens per step, unless 'num_speculative_tokens' says else"),
+        ("Drafts", f"{_default_k(part)}, unless 'num_speculative_tokens' says else"),
     ]
     out.print(parts_of(items, 12))
     if part.options:
@@ -305,10 +305,18 @@ def _option_table(part: Part) -> Table:
 
 
 def _default_k(part: Part) -> str:
+    """As far as the class says it; the rest is known once checkpoint, target and parts are."""
+    capabilities = part.facts["capabilities"]
+    if capabilities["parts"]:
+        return "as many tokens per step as its parts do"
+    if capabilities["native"] == "mtp":
+        return "a token per step for each MTP layer of the target"
     fixed, adaptive = (part.facts[f"{control}_num_speculative_tokens"] for control in ("default", "adaptive"))
+    if capabilities["checkpoint"]:
+        return f"as many tokens per step as its checkpoint is made for (up to {fixed} where that does not say)"
     if adaptive is None or adaptive == fixed:
-        return f"up to {fixed}"
-    return f"up to {adaptive} ({fixed} with 'control': 'fixed')"
+        return f"up to {fixed} tokens per step"
+    return f"up to {adaptive} tokens per step ({fixed} with 'control': 'fixed')"
 
 
 def _example(part: Part) -> str:

@@ -46,8 +46,11 @@ GAIN_RATE = 0.04
 FIRST_GAIN = 0.1
 """What is thought of a proposer at first: it is asked until shown wrong."""
 
+PROBE_STEPS = 2
+"""Steps in a row in which a paused proposer is asked: the first may take in what it missed, the second has the usual price."""
+
 TRIAL_STEPS = 24
-"""Steps in a row in which a paused proposer that must see every step of a request is asked: for requests that begin then."""
+"""The same for one that must see every step of a request: for requests that begin then."""
 
 DWELL = 64
 """Steps, at least, from one change to the next; twice as many after each, up to `MOST_DWELL`."""
@@ -108,7 +111,11 @@ class Controller:
         self._slots = np.zeros(0, dtype=np.int64)
         self._rows = 0
         self._asking = TypicalSeconds()
-        """What asking the proposer takes."""
+        """What asking the proposer takes where it was asked in the step before, too: the price of drafting."""
+        self._resuming = TypicalSeconds()
+        """What it takes where it was not: tokens that it missed may have to be taken in first."""
+        self._asked = self._asked_before = False
+        """Whether it was asked in this step, and in the one before."""
         self._credit = self._probe_credit = 0.0
         """Seconds that asking a paused proposer may take, and verifying drafts that are not thought to pay."""
         self._gain = FIRST_GAIN
@@ -175,6 +182,7 @@ class Controller:
         if self._ended is not None and len(running) == len(request_ids) and running <= self._running and now > self._ended:
             self.costs.observe(len(running), int(tested.sum()), now - self._ended)
         self._running, self._rows = running, len(running)
+        self._asked, self._asked_before = False, self._asked
         self._slots = self.acceptance.slots(request_ids)
         self.acceptance.committed(self._slots, tokens, offsets, tested)
 
@@ -183,7 +191,7 @@ class Controller:
         self._steps_in_regime += 1
         if not self._paused:
             return self.stateful or self._rows > 0
-        asks = self._tries(request_ids) if self._rows else not self.stateful
+        asks = self._rows > 0 and self._tries(request_ids)
         if self.stateful and not asks:
             self._lapsed.update(request_ids)
         return asks
@@ -193,8 +201,8 @@ class Controller:
         if self._trial:
             self._trial -= 1
             return True
-        steps = TRIAL_STEPS if self.stateful else 1
-        price = self._asking.seconds(self._rows) * steps
+        steps = TRIAL_STEPS if self.stateful else PROBE_STEPS
+        price = self._resuming.seconds(self._rows) + self._asking.seconds(self._rows) * (steps - 1)
         self._credit = min(self._credit + PROBE_SHARE * self._plain_seconds(), 2 * price)
         if self._credit < price or (self.stateful and not any(self.acceptance.is_new(name) for name in request_ids)):
             return False
@@ -226,9 +234,10 @@ class Controller:
             by_chance: the drafts were drawn by chance, so that the choice may depend on nothing that did.
         """
         rows, k = token_ids.shape
+        self._asked = True
         if k == 0 or not self._rows:
             return np.zeros_like(lengths)
-        self._asking.observe(self._rows, asking_seconds)
+        (self._asking if self._asked_before else self._resuming).observe(self._rows, asking_seconds)
         names = [self.proposer] * rows if sources is None else sources
         kinds = self.acceptance.kinds(self._slots, names, k, None if by_chance else expected)
         estimates = self.acceptance.estimate(self._slots, kinds)

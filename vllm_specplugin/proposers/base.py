@@ -41,10 +41,18 @@ class Proposer(ABC, Generic[OptionsT]):
     """The same where control shortens drafts that do not pay, for a proposer that drafts further at no cost; None: as above."""
     host_keys: ClassVar[frozenset[str] | None] = None
     """Which of the host's own keys for draft checkpoints one of ours heeds; None: nobody says that any has no effect."""
+    catches_up: ClassVar[bool] = False
+    """It compares what it knows of a request with `Step.lengths`, and takes what is missing from the history. So it need not
+    forget requests of which it missed steps (being late, or not being asked), and going on costs what it missed."""
 
     def __init__(self, host: Host, options: OptionsT) -> None:
         self.host = host
         self.options = options
+
+    @property
+    def on_host_only(self) -> bool:
+        """It asks nothing of the target's device: then it runs in a thread, so that no step waits for it longer than it may."""
+        return self.capabilities.on_host_only
 
     @classmethod
     def capabilities_for(cls, config: SpecConfig, options: OptionsT) -> Capabilities:

@@ -65,7 +65,8 @@ class _Part:
     k: int
     """The most it drafts."""
     asked_anyhow: bool
-    """Its drafts cost the same whether they are used or not, or it has to see every step; else it is asked when they may be."""
+    """Its drafts cost the same whether they are used or not, or it has to see every step, or ranks work on them together, each
+    of which may have had other answers from parts on its host; else it is asked when they may be used."""
     by_chance: bool
     """Its drafts are drawn. Then nothing may depend on what was drawn, so that it is chosen before it drafts, or not at all."""
 
@@ -100,6 +101,7 @@ class HybridProposer(Proposer[HybridOptions]):
     """
 
     Options = HybridOptions
+    catches_up = True  # as far as its parts do; see `_make_good`
     # Of the parts that it has by default; of others, each object's own.
     capabilities = Capabilities(tokens="host", request_keys=("prediction",), parts=("predicted", "suffix"))
     default_num_speculative_tokens = 16
@@ -114,6 +116,8 @@ class HybridProposer(Proposer[HybridOptions]):
         self._order = sorted(self._parts, key=lambda part: not plans[part.index].is_cheap)
         self._index = {part.name: part.index for part in self._parts}
         self._estimates = Estimates(len(plans), host.num_speculative_tokens, host.max_num_seqs)
+        self._lengths: dict[str, int] = {}
+        """Each request's known tokens after its last step."""
         self._drafted_by: dict[str, int] = {}
         """Which part each request's last drafts are of, -1 for none."""
         self._tested: dict[str, int] = {}
@@ -125,8 +129,14 @@ class HybridProposer(Proposer[HybridOptions]):
         proposer = part.proposer(replace(self.host, config=part.config, num_speculative_tokens=k), part.options)
         guard = Guard(proposer, part.name, self.host.config.draft_budget_ms)
         has_memory = part.capabilities.own_kv_cache or part.capabilities.native is not None
+        asked_anyhow = part.is_cheap or has_memory or self.host.tensor_parallel_size > 1
         by_chance = self._probabilistic and part.capabilities.probabilities
-        return _Part(part.name, index, guard, k, part.is_cheap or has_memory, by_chance)
+        return _Part(part.name, index, guard, k, asked_anyhow, by_chance)
+
+    @property
+    def on_host_only(self) -> bool:
+        """No part asks anything of the target's device. (What they need together says it of tokens on the host alone.)"""
+        return all(part.guard.on_host_only for part in self._parts)
 
     @property
     def guards(self) -> dict[str, Guard]:
@@ -154,6 +164,7 @@ class HybridProposer(Proposer[HybridOptions]):
         """Draft up to `limits[row]` tokens per row: `[rows, k]` with lengths, where from, and how likely they are accepted."""
         ends = time.perf_counter() + self.host.config.draft_budget_ms / 1000
         slots = self._estimates.slots(step.requests)
+        self._make_good(step, slots)
         self._leave_out_what_nobody_verified(step, slots)
         self._estimates.learn(slots, step.committed_ids, step.committed_offsets)
         rows = step.num_rows
@@ -165,6 +176,16 @@ class HybridProposer(Proposer[HybridOptions]):
             self._ask(part, step, slots, (wished < 0) | (wished == part.index), choice)
         self._drafted_by.update(zip(step.request_ids, choice.part.tolist(), strict=True))
         return self._assembled(step, choice)
+
+    def _make_good(self, step: Step, slots: NDArray[np.int64]) -> None:
+        """See to requests whose last steps were missed: parts that do not catch up start afresh, and old drafts say nothing."""
+        before = (step.lengths - np.diff(step.committed_offsets)).tolist()
+        missed = [row for row, name in enumerate(step.request_ids) if self._lengths.get(name, before[row]) != before[row]]
+        if missed:
+            self._estimates.void(slots[missed])
+            for part in self._parts:
+                part.guard.skip([step.requests[row].request_id for row in missed])
+        self._lengths.update(zip(step.request_ids, step.lengths.tolist(), strict=True))
 
     def _leave_out_what_nobody_verified(self, step: Step, slots: NDArray[np.int64]) -> None:
         """Drafts by chance that were cut off before the pass: that the target says the same is not that it had accepted them."""
@@ -284,6 +305,7 @@ class HybridProposer(Proposer[HybridOptions]):
         self._estimates.forget(request_ids)
         for name in request_ids:
             self._drafted_by.pop(name, None)
+            self._lengths.pop(name, None)
 
     @classmethod
     def memory_bill(cls, host: Host, options: HybridOptions) -> dict[str, int]:

@@ -107,6 +107,10 @@ class Estimates:
         untested = (self._ids[slots, part] >= 0) & (np.arange(self.k) >= tested[:, None])
         self._kind[slots, part] = np.where(np.logical_or.accumulate(untested, axis=1), -1, self._kind[slots, part])
 
+    def void(self, slots: Ints) -> None:
+        """Learn nothing from the last drafts of these requests: passes were missed in which they came true, or did not."""
+        self._kind[slots] = -1
+
     def learn(self, slots: Ints, committed_ids: NDArray[np.integer], offsets: Ints) -> None:
         """Hold the last drafts against what the step committed, row after row; `offsets` is `[rows + 1]`."""
         tokens, ends = np.array(committed_ids, dtype=np.int64), np.array(offsets, dtype=np.int64)

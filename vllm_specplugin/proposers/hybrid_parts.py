@@ -38,7 +38,7 @@ class PartPlan:
     @property
     def is_cheap(self) -> bool:
         """It asks nothing of the target's device."""
-        return not self.is_model and self.capabilities.hidden_states == "none" and self.capabilities.tokens != "device"
+        return not self.is_model and self.capabilities.on_host_only
 
     def depth(self, target: Target | None) -> Depth:
         """How many tokens it drafts, as if it were configured by itself."""

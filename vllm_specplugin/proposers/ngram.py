@@ -70,6 +70,7 @@ class NgramProposer(Proposer[NgramOptions]):
     """
 
     Options = NgramOptions
+    catches_up = True
     adaptive_num_speculative_tokens = 10
     capabilities = Capabilities(tokens="host")
 

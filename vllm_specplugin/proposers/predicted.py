@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.proposers import predicted_kernels as kernels
 from vllm_specplugin.proposers.base import Proposer, ProposerOptions
 from vllm_specplugin.proposers.ngram_arena import MIN_BLOCK, Arena
-from vllm_specplugin.proposers.predicted_kernels import ANCHOR, LENGTH, NEW, RUN, SIZE, START, STATE_COLUMNS, TAIL
+from vllm_specplugin.proposers.predicted_kernels import ANCHOR, LENGTH, LOST, NEW, RUN, SIZE, START, STATE_COLUMNS, TAIL
 from vllm_specplugin.types import Capabilities, Drafts, Host, Request, Step
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class PredictedProposer(Proposer[PredictedOptions]):
     """
 
     Options = PredictedOptions
+    catches_up = True
     capabilities = Capabilities(tokens="host", request_keys=("prediction",))
     default_num_speculative_tokens = 16
 
@@ -93,8 +95,14 @@ class PredictedProposer(Proposer[PredictedOptions]):
         self._tokenizer: ThreadPoolExecutor | None = None
 
     def load(self, target: nn.Module) -> None:
-        """Compile, so that no request waits for it: 2 s the first time, tenths of one from numba's cache on disk."""
+        """Compile, so that no request waits for it: 2 s the first time, tenths of one from numba's cache on disk.
+
+        For the same reason the tokenizer is loaded now. Where that fails, the first request with a text says so.
+        """
         compile_all(self._advance_nobody, 1)
+        if self.host.encode is not None:
+            with suppress(Exception):
+                self.host.encode("")
 
     def propose(self, step: Step) -> Drafts:
         """Draft up to `limits[row]` tokens per row: int32 `[rows, k]` with lengths, and how likely each is to be accepted."""
@@ -160,13 +168,13 @@ class PredictedProposer(Proposer[PredictedOptions]):
             left -= len(said)
         known: Future[NDArray[np.int32]] = Future()
         try:
-            known.set_result(self._encoded(said or ()))
+            known.set_result(self._encoded(() if said is None else said))
         except Exception as error:
             known.set_exception(error)
         self._take(name, known)
         return left
 
-    def _encoded(self, said: str | Sequence[int]) -> NDArray[np.int32]:
+    def _encoded(self, said: str | Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
         if isinstance(said, str):
             assert self.host.encode is not None
             said = self.host.encode(said)
@@ -212,7 +220,7 @@ class PredictedProposer(Proposer[PredictedOptions]):
         end = before[-TAIL:]
         self._tails[slot, TAIL - len(end) :] = end
         state = self._state[slot]
-        state[LENGTH], state[RUN], state[ANCHOR], state[NEW] = len(before), -1, 0, 1
+        state[LENGTH], state[RUN], state[ANCHOR], state[LOST], state[NEW] = len(before), -1, 0, 0, 1
 
     def _refuse(self, name: str, why: str) -> None:
         self._without.add(name)

@@ -76,7 +76,7 @@ class SuffixOptions(ProposerOptions):
     cache_file: str | None = Field(
         default=None,
         description="A file that keeps the past answers: read at the start where it exists, written once a minute and at the "
-        "end. Each engine needs a file of its own.",
+        "end. Each engine needs a file of its own; data-parallel ranks after the first add theirs to its name (answers.dp1.npz).",
     )
 
 
@@ -92,6 +92,7 @@ class SuffixProposer(Proposer[SuffixOptions]):
     """
 
     Options = SuffixOptions
+    catches_up = True
     capabilities = Capabilities(tokens="host")
     default_num_speculative_tokens = 8
     adaptive_num_speculative_tokens = 16
@@ -115,7 +116,8 @@ class SuffixProposer(Proposer[SuffixOptions]):
                 f"the system refuses to reserve {options.max_index_mib} MiB and {options.max_cached_tokens} tokens of past "
                 "answers for the suffix trees; lower the options max_index_mib or max_cached_tokens"
             ) from None
-        self._file = AnswersFile(options.cache_file, host.vocab_size) if options.cache_file else None
+        rank = host.data_parallel_rank
+        self._file = AnswersFile(options.cache_file, host.vocab_size, rank) if options.cache_file else None
         self._saves = self._file is not None and host.tensor_parallel_rank == 0
 
     @classmethod

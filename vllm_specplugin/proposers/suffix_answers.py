@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Answers:
     """The tokens that requests were answered, as they come in, with their counts; the oldest are overwritten.
 
     Memory is fixed from the start (`ring_bytes`). A request writes to a chunk of its own; what
-    it leaves free when it ends is written on by the next one. One thread at a time.
+    it leaves free when it ends is written on by the next one. One thread at a time, but for `snapshot`.
     """
 
     def __init__(self, min_n: int, max_n: int, *, ring: int, salt: np.uint64) -> None:
@@ -62,6 +63,8 @@ class Answers:
         self._last_slots = np.zeros(0, dtype=np.int64)
         self._left: deque[NDArray[np.int64]] = deque(maxlen=64)
         """Pieces that ended requests did not fill, the latest last."""
+        self._writing = threading.Lock()
+        """Held while compiled code, which runs beside other threads, may write to the ring."""
 
     @property
     def total(self) -> int:
@@ -96,9 +99,10 @@ class Answers:
             self._last_slots = np.array([slot_of(request.request_id, -1) for request in requests], dtype=np.int64)
             self._last_requests = list(requests)
         slots = self._last_slots
-        if not self._append(slots, ids, offsets, lengths, odds, judged=True):
-            self._begin_answers(requests, slots, offsets, lengths, history)
-            self._append(slots, ids, offsets, lengths, odds, judged=True)
+        with self._writing:
+            if not self._append(slots, ids, offsets, lengths, odds, judged=True):
+                self._begin_answers(requests, slots, offsets, lengths, history)
+                self._append(slots, ids, offsets, lengths, odds, judged=True)
         return slots
 
     def add(self, piece: Piece, odds: NDArray[np.float64]) -> None:
@@ -119,8 +123,23 @@ class Answers:
         return pieces_of(self.tokens, self._origins, int(self.ring[HEAD]))
 
     def snapshot(self) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-        """Copies of what `pieces_of` reads, so that another thread may."""
-        return self.tokens.copy(), self._origins.copy(), int(self.ring[HEAD])
+        """Copies of what `pieces_of` reads; another thread may ask, and nobody waits for it.
+
+        Meanwhile answers come in. What is appended to a chunk is in the copy or not yet, and either is well. A chunk that was
+        handed out again may be half old and half new, so none of it is in the copy.
+        """
+        head, total = self._position()
+        origins = self._origins.copy()  # first, so that a piece which they tell of is in the tokens
+        tokens = self.tokens.copy()
+        latest_head, latest_total = self._position()
+        again = min(latest_total - total, len(tokens)) // PIECE
+        origins[(head // PIECE + np.arange(again)) % len(origins)] = -1
+        return tokens, origins, latest_head
+
+    def _position(self) -> tuple[int, int]:
+        """HEAD and TOTAL between two steps."""
+        with self._writing:
+            return int(self.ring[HEAD]), int(self.ring[TOTAL])
 
     # -- pieces ------------------------------------------------------------------
 

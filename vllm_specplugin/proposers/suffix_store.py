@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,8 +121,10 @@ class AnswersFile:
     old one.
     """
 
-    def __init__(self, file: str, vocab_size: int) -> None:
-        self.path = Path(file)
+    def __init__(self, file: str, vocab_size: int, data_parallel_rank: int = 0) -> None:
+        """Each data-parallel rank is an engine of its own, and all but the first write to files named after theirs."""
+        path = Path(file)
+        self.path = path.with_name(f"{path.stem}.dp{data_parallel_rank}{path.suffix}") if data_parallel_rank else path
         self.vocab_size = vocab_size
         self._saved_total = 0
         self._next_save = time.monotonic() + SAVE_SECONDS
@@ -145,7 +146,7 @@ class AnswersFile:
             with np.load(self.path, allow_pickle=False) as stored:
                 fields = {name: stored[name] for name in stored.files}
             version, vocab_size = int(fields["version"]), int(fields["vocab_size"])
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:  # numpy and zipfile have many names for what can be wrong with a file
             raise ConfigError(
                 f"'options.cache_file' is {str(self.path)!r}, which is no file of answers ({error}); remove it, or name "
                 "another one."
@@ -166,14 +167,14 @@ class AnswersFile:
 
     def _check_parts(self, fields: dict[str, NDArray[Any]]) -> None:
         """Raises ConfigError where the parts of a file do not fit together."""
-        shapes = {"head": (), "odds": (2, CLASSES), "trust": (2, TRUST_CLASSES)}
-        sound = {"tokens", "origins", *shapes} <= set(fields) and all(
-            fields[name].shape == shape for name, shape in shapes.items()
+        kinds = {"head": (np.int64, ()), "odds": (np.float64, (2, CLASSES)), "trust": (np.float64, (2, TRUST_CLASSES))}
+        sound = {"tokens", "origins", *kinds} <= set(fields) and all(
+            (fields[name].dtype, fields[name].shape) == kind and np.isfinite(fields[name]).all() for name, kind in kinds.items()
         )
         if sound:
             tokens, origins = fields["tokens"], fields["origins"]
             sound = (
-                (tokens.dtype, origins.dtype) == (np.int32, np.int64)
+                (tokens.dtype, origins.dtype, tokens.ndim) == (np.int32, np.int64, 1)
                 and len(tokens) >= CHUNK
                 and len(tokens).bit_count() == 1
                 and origins.shape == (len(tokens) // PIECE,)
@@ -192,7 +193,7 @@ class AnswersFile:
             return
         self._next_save = now + SAVE_SECONDS
         self._saved_total = answers.total
-        state = (*answers.snapshot(), odds.copy(), trust.copy())
+        state = answers, odds.copy(), trust.copy()
         self._writer = threading.Thread(target=self._write, args=state, name="specplugin-suffix-file", daemon=True)
         self._writer.start()
 
@@ -200,9 +201,10 @@ class AnswersFile:
         """Write now."""
         if self._writer:
             self._writer.join()
-        self._write(*answers.snapshot(), odds, trust)
+        self._write(answers, odds, trust)
 
-    def _write(self, tokens: NDArray[np.int32], origins: NDArray[np.int64], head: int, odds: Odds, trust: Odds) -> None:
+    def _write(self, answers: Answers, odds: Odds, trust: Odds) -> None:
+        tokens, origins, head = answers.snapshot()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             with temporary.open("wb") as file:

@@ -70,11 +70,12 @@ class Runtime:
         """How many drafts each request was given last, for a proposer that wants verdicts."""
 
     def _control(self, vllm_config: VllmConfig) -> Controller | None:
-        config, capabilities = self.resolved.config, self.resolved.capabilities
+        config, capabilities, spec = self.resolved.config, self.resolved.capabilities, vllm_config.speculative_config
+        assert isinstance(spec, PluginSpeculativeConfig)
         if not config.adaptive:
             return None
         if vllm_config.scheduler_config.async_scheduling:
-            if config.control == "adaptive":
+            if spec.plugin.get("control") == "adaptive":  # the user's word, and not what follows where no k is given
                 logger.warning(
                     "'control' is 'adaptive', but asynchronous scheduling plans a pass, k drafts for each request, before "
                     "it is known what they are: draft lengths are fixed. Use --no-async-scheduling for adaptive ones."
@@ -82,6 +83,8 @@ class Runtime:
             return None
         drafting = {name: PROPOSERS.resolve(name).capabilities for name in capabilities.parts} or {config.proposer: capabilities}
         stateful = [name for name, needs in drafting.items() if needs.native is not None or needs.own_kv_cache]
+        if self._data_parallel and capabilities.native is not None:
+            stateful = []  # asked in every step (see `asks_native`), so that no request can lapse
         return Controller(config.proposer, self.k, self.host.max_num_seqs, stateful)
 
     @property
@@ -133,7 +136,7 @@ class Runtime:
         known = self._requests.get(request_id)
         if known is None:
             said = self._said(request_id, getattr(params, "extra_args", None))
-            prediction = said.get("prediction") or None
+            prediction = said.pop("prediction", "")
             temperature = float(getattr(params, "temperature", 0.0) or 0.0)
             known = Request(
                 request_id=request_id,
@@ -144,7 +147,7 @@ class Runtime:
                 arrival=self._arrived,
                 max_draft_tokens=draft_limit(said),
                 proposer=normalise(said["proposer"]) if said.get("proposer") else None,
-                prediction=tuple(prediction) if isinstance(prediction, list) else prediction,
+                prediction=prediction if len(prediction) else None,
             )
             self._requests[request_id] = known
             self._arrived += 1
@@ -259,7 +262,10 @@ class Runtime:
         Args:
             request_ids: `[rows]`.
         """
-        if self.controller is None or self._data_parallel:  # all data-parallel ranks run their drafters, or none
+        if self.controller is None:
+            return True
+        if self._data_parallel:  # all ranks run their drafters, or none
+            self._asked = True
             return True
         self._asked = self._same_on_all_ranks(self.controller.asks(request_ids))
         return self._asked

@@ -16,7 +16,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, RequestSpecDecodeMetrics, SchedulerStats
 
-from vllm_specplugin.counts import STATES, SequenceCounts, SourceCounts, by_position, cut
+from vllm_specplugin.counts import STATES, SequenceCounts, SourceCounts, Surplus, by_position
 from vllm_specplugin.guard import Fallback, Fault
 from vllm_specplugin.runtime.scheduler_metrics import KEY
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
@@ -75,21 +75,6 @@ def _metrics_of(counts: SequenceCounts, of_vllm: RequestSpecDecodeMetrics | None
     )
 
 
-class Surplus:
-    """Tokens that passes gave requests after a stop string: the engine core counts them, the front end drops them."""
-
-    def __init__(self) -> None:
-        self._passes: list[tuple[str, int, int]] = []
-
-    def add(self, source: str, emitted: int, surplus: int) -> None:
-        """A pass with drafts of `source` gave `emitted` tokens, the last `surplus` of them for nothing."""
-        self._passes.append((source, emitted, surplus))
-
-    def take_out_of(self, taken: Mapping[str, Any]) -> None:
-        """Correct what the engine core counted; what is not in there yet stays here."""
-        self._passes = [each for each in self._passes if not cut(taken, *each)]
-
-
 def attach_outputs(processor: OutputProcessor) -> None:
     """Put the counts of requests into their outputs."""
     surplus = Surplus()
@@ -104,7 +89,7 @@ def attach_outputs(processor: OutputProcessor) -> None:
                 source, emitted = counts.last
                 counts.cut(dropped)
                 metrics.emitted = counts.emitted
-                if source:
+                if source and processor.log_stats:  # without, no totals arrive that it could be taken out of
                     surplus.add(source, emitted, dropped)
         return processed
 

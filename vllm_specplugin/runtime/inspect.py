@@ -126,20 +126,20 @@ def _from_config(config: Any, flags: Mapping[str, Any]) -> Engine:
     spec = config.speculative_config
     runner, runner_why = _runner(config)
     ours = hasattr(spec, "plugin")
-    host, tokens = None, ""
+    host, tokens, adaptive = None, "", False
     if ours:
         from vllm_specplugin.runtime.spec_config import host_of
 
         resolved = spec.resolve()
         host = host_of(config, resolved, runner, str(config.device_config.device_type))
-        tokens = resolved.capabilities.tokens
+        tokens, adaptive = resolved.capabilities.tokens, resolved.config.adaptive
     return Engine(
         platform=_platform(),
         runner=runner,
         runner_why=runner_why,
         ours=ours,
         async_scheduling=bool(config.scheduler_config.async_scheduling),
-        scheduling_why=_scheduling_why(config, runner, tokens, flags.get("async_scheduling")),
+        scheduling_why=_scheduling_why(config, runner, tokens, adaptive, flags.get("async_scheduling")),
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         host=host,
         native_kv_bytes=_native_kv_bytes(config) if ours and spec.native is not None else None,
@@ -185,7 +185,7 @@ def _runner(config: Any) -> tuple[Runner, str]:
     return runner, f"V2 does not support {', '.join(unsupported)}" if unsupported else "vLLM chose it"
 
 
-def _scheduling_why(config: Any, runner: Runner, tokens: str, asked: bool | None) -> str:
+def _scheduling_why(config: Any, runner: Runner, tokens: str, adaptive: bool, asked: bool | None) -> str:
     from vllm.platforms import current_platform
 
     if config.scheduler_config.async_scheduling:
@@ -198,6 +198,8 @@ def _scheduling_why(config: Any, runner: Runner, tokens: str, asked: bool | None
         return "the V1 model runner drafts once the step's tokens are known"
     if tokens == "host":
         return "the proposer reads tokens on the host, and so has to wait for them anyhow"
+    if adaptive:
+        return "adaptive control looks at each step's tokens on the host"
     return "vLLM chose it"
 
 

@@ -93,7 +93,7 @@ def _create_speculative_config(stock: Wrapper, self: Any, target_model_config: A
         "model": getattr(self, "spec_model", None),
         "num_speculative_tokens": getattr(self, "spec_tokens", None),
     }
-    return create(raw, flags, target_model_config, target_parallel_config)
+    return create(raw, flags, target_model_config, target_parallel_config, async_scheduling=self.async_scheduling is True)
 
 
 def _require_seams() -> None:
@@ -174,9 +174,11 @@ def _validate_spec_decode(stock: Wrapper, self: Any, speculative_config: Any) ->
             "thinking_token_budget is not served with a proposer on vLLM's V1 model runner; leave it out, or use V2."
         )
     try:
-        said = request_args.read(self.extra_args)
-        if said:
-            speculative_config.request_rules().check(said)
+        if (self.extra_args or {}).get(request_args.KEY) is not None:
+            said = speculative_config.request_rules().read(self.extra_args)
+            # A dictionary of its own, since the caller's may serve other requests; looked at once, for the engine and its
+            # workers, which read it while others wait, and for each of n sequences.
+            self.extra_args = {**self.extra_args, request_args.KEY: request_args.pack(said)}
     except ConfigError as error:
         raise VLLMValidationError(str(error)) from error
     return None

@@ -17,7 +17,7 @@ from vllm_specplugin.config import SpecConfig
 from vllm_specplugin.counts import Counts
 from vllm_specplugin.errors import ConfigError, SpecPluginError
 from vllm_specplugin.registry import PROPOSERS
-from vllm_specplugin.request_args import draft_limit, read
+from vllm_specplugin.request_args import read_draft_limit
 from vllm_specplugin.runtime.meter import ReportingOutput
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
 
@@ -55,7 +55,8 @@ class _Hooks:
 
     def __init__(self, scheduler: Scheduler, spec: PluginSpeculativeConfig) -> None:
         config = SpecConfig.parse(spec.plugin)
-        alarm = Alarm(_is_learned, adaptive=config.adaptive)
+        is_adaptive = config.adaptive and not scheduler.vllm_config.scheduler_config.async_scheduling  # which fixes lengths
+        alarm = Alarm(_is_learned, adaptive=is_adaptive)
         self.scheduler = scheduler
         self.counts = Counts(config.proposer, spec.num_speculative_tokens, alarm, totals=scheduler.log_stats)
         self._constrained: set[str] = set()
@@ -107,7 +108,7 @@ class _Hooks:
         if params is None or request.req_id in self.counts:
             return
         try:
-            limit = draft_limit(read(params.extra_args))
+            limit = read_draft_limit(params.extra_args)
         except ConfigError:  # said by `Runtime.request`
             limit = None
         self.counts.admit(request.req_id, limit, float(params.temperature or 0.0))

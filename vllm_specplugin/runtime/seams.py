@@ -87,6 +87,61 @@ SEAMS: tuple[Seam, ...] = (
         "Eagle3LlamaForCausalLM.draft_id_to_target_id",
         "refuse a map that leads outside the target's vocabulary",
     ),
+    *(
+        Seam("tensor parallelism", "calls", f"distributed/{path}", symbol, purpose, parameters)
+        for path, symbol, purpose, parameters in (
+            ("parallel_state.py", "get_tensor_model_parallel_rank", "share the layers of heads out", ()),
+            ("parallel_state.py", "get_tensor_model_parallel_world_size", "share the layers of heads out", ()),
+            ("communication_op.py", "tensor_model_parallel_all_gather", "collect what heads say", ("input_", "dim")),
+            ("parallel_state.py", "get_tp_group", "the same verdicts and drafts on all ranks", ()),
+            ("parallel_state.py", "GroupCoordinator.broadcast", "the same verdicts on all ranks", ("self", "input_", "src")),
+            ("parallel_state.py", "GroupCoordinator.broadcast_object", "the same drafters on all ranks", ("self", "obj", "src")),
+            ("parallel_state.py", "graph_capture", "record what heads do as a CUDA graph", ("device",)),
+        )
+    ),
+    Seam("data parallelism", "reads", "config/parallel.py", "ParallelConfig.data_parallel_index", "files of each engine's own"),
+    Seam(
+        "head layers",
+        "calls",
+        "model_executor/layers/vocab_parallel_embedding.py",
+        "ParallelLMHead.__init__",
+        "the output layer of heads",
+        ("self", "num_embeddings", "embedding_dim", "prefix"),
+    ),
+    Seam(
+        "head layers",
+        "calls",
+        "model_executor/layers/vocab_parallel_embedding.py",
+        "VocabParallelEmbedding.weight_loader",
+        "load the output layer of heads",
+        ("self", "param", "loaded_weight"),
+    ),
+    *(
+        Seam(
+            "head layers",
+            "reads",
+            "model_executor/layers/vocab_parallel_embedding.py",
+            f"VocabParallelEmbedding.{field}",
+            "run the output layer of heads",
+        )
+        for field in ("shard_indices", "quant_method")
+    ),
+    Seam(
+        "target's output layer",
+        "calls",
+        "model_executor/models/interfaces_base.py",
+        "VllmModelForTextGeneration.compute_logits",
+        "time whole passes, and serve heads that share the layer",
+        ("self", "hidden_states"),
+    ),
+    Seam(
+        "tokenizer",
+        "calls",
+        "tokenizers/registry.py",
+        "cached_tokenizer_from_config",
+        "read what requests and files say as text",
+        ("model_config",),
+    ),
     Seam("scheduling", "replaces", "config/vllm.py", "VllmConfig.__post_init__", "synchronous or asynchronous scheduling"),
     Seam("runner choice", "reads", "config/vllm.py", "VllmConfig.use_v2_model_runner", "know the runner"),
     Seam(
@@ -101,9 +156,10 @@ SEAMS: tuple[Seam, ...] = (
         "replaces",
         "sampling_params.py",
         "SamplingParams._validate_spec_decode",
-        "serve what the host refuses with speculation",
+        "serve what the host refuses with speculation, and check what a request says to the plugin",
         ("self", "speculative_config"),
     ),
+    Seam("request arguments", "reads", "sampling_params.py", "SamplingParams.extra_args", "what a request says to the plugin"),
     *(
         Seam("metrics", "replaces", path, symbol, purpose, parameters)
         for path, symbol, purpose, parameters in (
@@ -154,6 +210,7 @@ SEAMS: tuple[Seam, ...] = (
             ("derives from", "v1/metrics/stats.py", "RequestSpecDecodeMetrics.histogram", "the counts of a request"),
             ("derives from", "v1/metrics/loggers.py", "StatLoggerBase.record", "Prometheus"),
             ("reads", "v1/metrics/stats.py", "SchedulerStats.kv_connector_stats", "carry totals to the front end"),
+            ("reads", "v1/engine/output_processor.py", "OutputProcessor.log_stats", "know whether totals arrive"),
             (
                 "reads",
                 "v1/engine/__init__.py",

@@ -64,7 +64,8 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     def request_rules(self) -> Rules:
         """What requests may say, looked up once per configuration."""
         target = self.target_model_config
-        return _rules(json.dumps(self.plugin, sort_keys=True), target.get_vocab_size(), not target.skip_tokenizer_init)
+        plugin = json.dumps(self.plugin, sort_keys=True)
+        return _rules(plugin, target.get_vocab_size(), not target.skip_tokenizer_init, target.max_model_len)
 
     def compute_hash(self) -> str:
         # The compiled graph of the target depends on k and not on the drafter, but a cached artefact must not outlive a
@@ -77,10 +78,10 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
 
 @functools.lru_cache(maxsize=8)
-def _rules(plugin: str, vocab_size: int, tokenizer: bool) -> Rules:
+def _rules(plugin: str, vocab_size: int, tokenizer: bool, max_model_len: int) -> Rules:
     resolved = resolve(SpecConfig.parse(json.loads(plugin)))
     found = resolved.capabilities
-    return Rules(resolved.config.proposer, found.parts, found.request_keys, vocab_size, tokenizer)
+    return Rules(resolved.config.proposer, found.parts, found.request_keys, vocab_size, tokenizer, max_model_len)
 
 
 def create(
@@ -88,6 +89,7 @@ def create(
     flags: Mapping[str, Any],
     target_model_config: ModelConfig,
     target_parallel_config: ParallelConfig,
+    async_scheduling: bool = False,
 ) -> PluginSpeculativeConfig:
     """Build the configuration from what the user wrote.
 
@@ -96,6 +98,7 @@ def create(
         flags: what the separate flags (`--spec-model`, `--spec-tokens`, `--spec-method`) said, None where absent.
         target_model_config: the target's.
         target_parallel_config: the target's.
+        async_scheduling: the user insists on it; draft lengths are fixed then, and k is what suits that.
 
     Raises:
         SpecPluginError: one line that names what is wrong.
@@ -108,7 +111,8 @@ def create(
             raise ConfigError(f"'{key}' is given both by its own flag ({value!r}) and in --speculative-config ({keys[key]!r}).")
         keys[key] = value
     parsed = SpecConfig.parse(keys)
-    resolved = resolve(parsed, target_of(target_model_config))
+    effective = parsed.model_copy(update={"control": "fixed"}) if async_scheduling else parsed
+    resolved = resolve(effective, target_of(target_model_config))
     try:
         return PluginSpeculativeConfig(
             plugin=parsed.dump(),
@@ -175,4 +179,5 @@ def host_of(
         model=model.model,
         tensor_parallel_rank=tensor_parallel_rank,
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        data_parallel_rank=vllm_config.parallel_config.data_parallel_index,  # the "rank" is 0 in each engine of a dense model
     )

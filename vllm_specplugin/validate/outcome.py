@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_specplugin.config import SpecConfig, names_a_proposer
 from vllm_specplugin.validate.betting import Martingale
 from vllm_specplugin.validate.chisquare import ChiSquare, chi_square
 from vllm_specplugin.validate.first_tokens import cells
@@ -80,6 +81,11 @@ def _chi_square(plan: Plan, state: State, distributions: Path) -> ChiSquare | No
 
 def _not_tested(plan: Plan, state: State, greedy: Greedy | None, square: ChiSquare | None) -> list[str]:
     lines = []
+    if names_a_proposer(plan.speculative_config) and SpecConfig.parse(plan.speculative_config).adaptive:
+        lines.append(
+            "Drafts that adaptive control leaves off because they do not pay: 'control': 'fixed' in --speculative-config has "
+            "them made, and tested."
+        )
     if greedy is None:
         lines.append("Greedy equality: the run ended before it.")
     if square is None:
