@@ -51,6 +51,8 @@ class StepReport:
     """How long steps took to draft, of those that are measured by now."""
     verification_seconds: list[float] = field(default_factory=list)
     """How long passes over drafts took, likewise."""
+    pass_seconds: dict[int, float] | None = None
+    """What passes of the target took at start-up, by rows; in the first report, where control is not the worker's."""
     faults: dict[str, dict[str, int]] = field(default_factory=dict)
     """New faults, by proposer (the configured one, and the parts of a hybrid) and kind."""
     fallbacks: dict[str, dict[str, int]] = field(default_factory=dict)

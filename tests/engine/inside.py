@@ -317,19 +317,44 @@ def control_in_data_parallel(llm: Any) -> tuple[bool, bool, bool | None]:
     return it.controller.stateful, it.asks_native(["a"]), it._asked
 
 
-def control_under_asynchronous_scheduling(llm: Any, plugin: dict[str, Any]) -> tuple[bool, int]:
-    """Whether there is any, where the user wrote `plugin`, and how many warnings there are."""
-    from unittest.mock import patch
+def plan_by(llm: Any, sizes: list[int], seconds: list[float]) -> None:
+    """From now on the steps that are planned ahead take passes over so many rows to take so long, and try nothing else."""
+    planned = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control
+    type(planned).calibrate(planned, sizes, seconds)
+    planned.costs.observe = planned.calibrate = lambda *_: None
+    planned.costs.knows = lambda level: True
+    planned._level_to_try = lambda *_: planned._chosen
 
-    from vllm_specplugin.runtime import core
 
-    config = runner(llm).vllm_config
-    with (
-        patch.object(core.logger, "warning") as warning,
-        patch.object(config.scheduler_config, "async_scheduling", True),
-        patch.object(config.speculative_config, "plugin", plugin),
-    ):
-        return runtime(llm)._control(config) is not None, warning.call_count
+def plan_state(llm: Any) -> Any:
+    """Where control of the steps that are planned ahead is at."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control.state
+
+
+DRAFTER_RUNS: list[int] = []
+"""How often V2's drafter ran in each step, since `watch_drafter_runs`."""
+
+
+def watch_drafter_runs(llm: Any) -> None:
+    speculator = runner(llm).speculator
+    run, propose = speculator._run_model, speculator.propose
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        DRAFTER_RUNS[-1] += 1
+        return run(*args, **kwargs)
+
+    def proposed(*args: Any, **kwargs: Any) -> Any:
+        DRAFTER_RUNS.append(0)
+        return propose(*args, **kwargs)
+
+    speculator._run_model, speculator.propose = counted, proposed
+
+
+def drafter_runs(llm: Any) -> list[int]:
+    """Those since the last time this was asked."""
+    runs = DRAFTER_RUNS.copy()
+    DRAFTER_RUNS.clear()
+    return runs
 
 
 NATIVE_PASSES: list[int] = []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.common import GREEDY, PATIENCE_MS, PROMPTS, SEEDED, Counters, SideBySide, absent_token, assert_same, script
+from tests.engine.test_native import MAKE
 from tests.support.engine import EngineWorker
 from tests.support.mixtures import mixture
 from tests.support.tiny import tiny_model
@@ -20,6 +21,8 @@ FLAT = ([1, 512], [0.010, 0.011])
 """Rows, and seconds of a pass over them: verifying costs next to nothing."""
 STEEP = ([1, 512], [0.010, 5.120])
 """Verifying a draft costs as much as a token."""
+DEAR = ([1, 512], [0.010, 10.240])
+"""It costs more than one."""
 NUM_TOKENS = {"v1": 60, "v2": 20}  # V2's interpreter is slow
 
 
@@ -112,6 +115,63 @@ def test_a_native_drafter_is_paused_and_comes_back(engines: SideBySide, pytestco
         assert found == (False, warnings)
     assert engines.drafting.call("tests.engine.inside:control_in_data_parallel") == (False, True, True)
     engines.replaced()
+
+
+@pytest.mark.parametrize("engines", ["v2"], indirect=True)
+@pytest.mark.parametrize("name", ["itself", "mtp"])
+def test_steps_that_are_planned_ahead(engines: SideBySide, pytestconfig: pytest.Config, name: str) -> None:
+    """Under asynchronous scheduling all requests get as many drafts as pay for all of them, and none where none do."""
+    case = MAKE[name](pytestconfig.cache.mkdir("tiny"))
+    most = 3
+    engines.open(most, model=str(case.target), plugin=case.plugin(control="adaptive"), force_async=True)
+    assert engines.inside("scheduler") == "AsyncScheduler"
+    engines.inside("watch_drafter_runs")
+    params = [asked | {"max_tokens": 16} for asked in (GREEDY, SEEDED, GREEDY, SEEDED)]
+    params[2] |= {"extra_args": {"specplugin": {"enabled": False}}}
+    known = engines.baseline(PROMPTS[1:5], params)
+
+    def passes() -> tuple[Counters, list[int]]:
+        results, counters = engines.draft(PROMPTS[1:5], params)
+        assert_same(results, known)
+        return counters, engines.inside("drafter_runs")
+
+    engines.inside("plan_by", *FLAT)
+    passes()
+    cheap, runs = passes()
+    assert set(runs) == {most}
+    assert cheap.accepted > 8
+    engines.inside("plan_by", *DEAR)
+    passes()
+    dear, runs = passes()
+    assert (dear.draft_tokens, set(runs)) == (0, {1})  # one pass of the drafter, which keeps its KV cache whole
+
+    # Requests that lived through that are drafted for as well as others.
+    for place, (prompt, asked) in enumerate(zip(PROMPTS[1:5], params, strict=True)):
+        engines.inside("add", str(place), prompt, asked)
+    for _ in range(6):
+        engines.inside("step_once")
+    engines.inside("plan_by", *FLAT)
+    before = Counters.read(engines.drafting.metrics())
+    done = engines.inside("run_to_the_end")
+    counters = Counters.read(engines.drafting.metrics()).since(before)
+    assert {name: tokens for name, (tokens, _) in done.items()} == {str(at): each.token_ids for at, each in enumerate(known)}
+    rate = cheap.accepted / cheap.draft_tokens if name == "itself" else 0.0  # the target is right wherever its cache is whole
+    assert counters.accepted > 0.8 * rate * counters.draft_tokens
+    assert counters.accepted > 0
+
+
+@pytest.mark.parametrize("engines", ["v2"], indirect=True)
+def test_a_proposer_of_our_own_follows_the_plan(engines: SideBySide) -> None:
+    """One that is asked on the host, where asynchronous scheduling was asked for: 0 drafts are a step like any other."""
+    engines.open(K, plugin={"control": "adaptive"}, force_async=True)
+    engines.inside("plan_by", *FLAT)
+    modes = ["oracle", "half_oracle", "constant", "oracle"]
+    cheap = draft(engines, modes)
+    assert cheap.accepted > 20
+    engines.inside("plan_by", *DEAR)
+    assert draft(engines, modes).draft_tokens < cheap.draft_tokens / 2  # the first run was planned before
+    assert draft(engines, modes).draft_tokens == 0
+    assert engines.inside("plan_state").drafts_per_request < K
 
 
 def test_a_mixture_of_experts(v1: EngineWorker, drafting_v1: EngineWorker, pytestconfig: pytest.Config) -> None:

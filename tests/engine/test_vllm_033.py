@@ -88,6 +88,25 @@ def test_native_drafters(
     assert (counters.accepted > NUM_TOKENS) == (proposer == "hybrid")
 
 
+@pytest.mark.parametrize("newer", ["v2"], indirect=True)
+def test_steps_that_are_planned_ahead(newer: EngineWorker, tiny_model: Path, known: list[Result]) -> None:
+    """Under asynchronous scheduling, all of a step's requests are given what pays: here k drafts, and then none."""
+    spec = {"proposer": "draft_model", "num_speculative_tokens": K, "model": str(tiny_model), "control": "adaptive"}
+    newer.open(tiny_model, spec, force_async=True)
+    asked = [each | {"max_tokens": NUM_TOKENS + K} for each in ASKED]
+    drafted = []
+    for costs in (([1, 512], [0.010, 0.011]), ([1, 512], [0.010, 10.24])):
+        newer.call("tests.engine.inside:plan_by", *costs)
+        for _ in range(2):  # the first may begin with what was planned before
+            before = Counters.read(newer.metrics())
+            assert_same(newer.generate(BATCH, asked), known)
+            counters = Counters.read(newer.metrics()).since(before)
+        drafted.append((counters.draft_tokens, counters.accepted))
+    (cheap, accepted), (dear, _) = drafted
+    assert accepted > 0.5 * cheap > 0
+    assert dear == 0
+
+
 def test_log_probabilities(newer: EngineWorker, tiny_model: Path, known: list[Result]) -> None:
     newer.open(tiny_model, SCRIPTED)
     asked = ASKED[1] | {"max_tokens": NUM_TOKENS + K}

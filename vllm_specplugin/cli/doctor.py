@@ -135,7 +135,10 @@ def _method_rows(found: Diagnosis) -> Rows:
         ("Verifier", Text(f"{resolved.verifier_name}, {resolved.verifier_why()}")),
     ]
     if engine is not None and engine.async_scheduling is not None:
-        kind = "asynchronous, drafts of fixed length" if engine.async_scheduling else "synchronous, drafts may be shorter"
+        kind = "synchronous, drafts may be shorter"
+        if engine.async_scheduling:
+            length = "one draft length for all requests of a step" if engine.plans_ahead else "drafts of fixed length"
+            kind = f"asynchronous, {length}"
         rows.append(("Scheduling", Text(f"{kind}: {engine.scheduling_why}")))
     if engine is not None and engine.host is not None:
         host = engine.host

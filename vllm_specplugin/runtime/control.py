@@ -73,7 +73,8 @@ def remember(runner: Any, runtime: Runtime) -> None:
 def calibrate(runner: Any, vllm_config: VllmConfig) -> None:
     """Time a runner's passes and tell its control; where that does not work control learns from real steps alone."""
     runtime = _RUNTIMES.get(runner)
-    if runtime is None or runtime.controller is None or vllm_config.parallel_config.pipeline_parallel_size > 1:
+    ahead = getattr(vllm_config.speculative_config, "plans_ahead", False)
+    if runtime is None or (runtime.controller is None and not ahead) or vllm_config.parallel_config.pipeline_parallel_size > 1:
         return
     parallel = vllm_config.parallel_config
     shared = parallel.tensor_parallel_size > 1 or parallel.data_parallel_size > 1
@@ -90,7 +91,10 @@ def calibrate(runner: Any, vllm_config: VllmConfig) -> None:
             "Passes of the target could not be timed at start-up; draft lengths follow real steps alone.", exc_info=True
         )
         return
-    runtime.controller.calibrate(list(timed), list(timed.values()))
+    if runtime.controller is None:
+        runtime.meter.timed(timed)
+    else:
+        runtime.controller.calibrate(list(timed), list(timed.values()))
     text = ", ".join(f"{size}: {seconds * 1e3:.3g}" for size, seconds in timed.items())
     logger.info("Timed passes of the target in %.1f s; milliseconds by rows: %s.", time.perf_counter() - started, text)
 

@@ -70,16 +70,10 @@ class Runtime:
         """How many drafts each request was given last, for a proposer that wants verdicts."""
 
     def _control(self, vllm_config: VllmConfig) -> Controller | None:
-        config, capabilities, spec = self.resolved.config, self.resolved.capabilities, vllm_config.speculative_config
-        assert isinstance(spec, PluginSpeculativeConfig)
+        config, capabilities = self.resolved.config, self.resolved.capabilities
         if not config.adaptive:
             return None
-        if vllm_config.scheduler_config.async_scheduling:
-            if spec.plugin.get("control") == "adaptive":  # the user's word, and not what follows where no k is given
-                logger.warning(
-                    "'control' is 'adaptive', but asynchronous scheduling plans a pass, k drafts for each request, before "
-                    "it is known what they are: draft lengths are fixed. Use --no-async-scheduling for adaptive ones."
-                )
+        if vllm_config.scheduler_config.async_scheduling:  # then steps are planned in the engine core; see `planning`
             return None
         drafting = {name: PROPOSERS.resolve(name).capabilities for name in capabilities.parts} or {config.proposer: capabilities}
         stateful = [name for name, needs in drafting.items() if needs.native is not None or needs.own_kv_cache]

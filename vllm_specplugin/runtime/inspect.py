@@ -40,6 +40,8 @@ class Engine:
     async_scheduling: bool | None = None
     """None where the scheduler was not configured (no model, or a problem)."""
     scheduling_why: str = ""
+    plans_ahead: bool = False
+    """Control chooses the draft lengths of steps that are planned ahead."""
     max_num_batched_tokens: int | None = None
     host: Host | None = None
     """What a proposer would be told; None as above, or where the configuration is not ours."""
@@ -140,6 +142,7 @@ def _from_config(config: Any, flags: Mapping[str, Any]) -> Engine:
         ours=ours,
         async_scheduling=bool(config.scheduler_config.async_scheduling),
         scheduling_why=_scheduling_why(config, runner, tokens, adaptive, flags.get("async_scheduling")),
+        plans_ahead=ours and spec.plans_ahead,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         host=host,
         native_kv_bytes=_native_kv_bytes(config) if ours and spec.native is not None else None,

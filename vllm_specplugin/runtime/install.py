@@ -142,13 +142,18 @@ def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
         # A drafter that waits for the sampled tokens anyhow may draft fewer than k when the scheduler is told.
         scheduler.async_scheduling = False
     if scheduler.async_scheduling is False or spec.native is not None:
-        return stock(self)
-    # vLLM 0.32 allows asynchronous scheduling by method name, on V2 as on V1; 0.33 on V1 only.
-    name, spec.method = spec.method, "ngram_gpu"
-    try:
-        return stock(self)
-    finally:
-        spec.method = name
+        stock(self)
+    else:
+        # vLLM 0.32 allows asynchronous scheduling by method name, on V2 as on V1; 0.33 on V1 only.
+        name, spec.method = spec.method, "ngram_gpu"
+        try:
+            stock(self)
+        finally:
+            spec.method = name
+    from vllm_specplugin.runtime import planning
+
+    planning.prepare(self)
+    return None
 
 
 def _waits_for_tokens(resolved: Any) -> bool:
@@ -249,9 +254,10 @@ def _on_scheduler(module: Any) -> None:
 def _scheduler_init(stock: Wrapper, self: Any, *args: Any, **kwargs: Any) -> None:
     stock(self, *args, **kwargs)
     if _ours(self.vllm_config) is not None:
-        from vllm_specplugin.runtime import scheduler_metrics
+        from vllm_specplugin.runtime import planning, scheduler_metrics
 
         scheduler_metrics.attach(self)
+        planning.attach(self)
 
 
 def _on_loggers(module: Any) -> None:

@@ -91,6 +91,10 @@ class Meter:
             step.paused = state.regime == "paused"
             step.draft_length = 0.0 if step.paused else state.drafts_per_request
 
+    def timed(self, pass_seconds: dict[int, float]) -> None:
+        """What passes of the target took at start-up, by rows: for control in the engine core."""
+        self._step.pass_seconds = pass_seconds
+
     def _reporting(self, output: Any) -> Any:
         """The output with this step's report; an asynchronous one gives it when it is waited for."""
         if isinstance(output, ModelRunnerOutput):

@@ -7,9 +7,12 @@ nothing of a step on the host, so asynchronous scheduling runs ahead as it does 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_specplugin.runtime.control import Stopwatch
 from vllm_specplugin.runtime.native import NativeDrafts, check_draft_vocabulary
@@ -39,6 +42,8 @@ class _Overlay:
     def __init__(self, speculator: DraftModelSpeculator, drafting: Drafting) -> None:
         self.speculator, self.drafting = speculator, drafting
         self._stopwatch = Stopwatch(drafting.device)
+        self._drafts_at_length = isinstance(speculator, StandaloneARSpeculator)
+        """It drafts as many as it ever may, however many are wanted."""
         self._stock_propose, self._stock_load = speculator.propose, speculator.load_draft_model
         speculator.propose, speculator.load_draft_model = self.propose, self.load_draft_model  # type: ignore[method-assign]
 
@@ -81,7 +86,7 @@ class _Overlay:
             # V2 keys a draft's noise by its place in the request, so that a draft which was refused comes again in the next pass;
             # `block` may have refused it by what came after it (see `noise`). With a key per pass it is drawn anew.
             seeds = pass_keys(seeds, drafting.req_states.total_len.gpu)
-        with self._stopwatch:
+        with self._stopwatch, self._passes(k):
             out = self._stock_propose(
                 input_batch,
                 attn_metadata,
@@ -98,6 +103,7 @@ class _Overlay:
             )
         if dummy_run:
             return out
+        out = speculator.draft_tokens[: input_batch.num_reqs]
         probabilities = self._probabilities(input_batch, temperature, k)
         if drafting.runtime.hands_native_drafts_on:
             self._hand_on(input_batch, num_sampled, k, probabilities)
@@ -105,6 +111,20 @@ class _Overlay:
             native = NativeDrafts(Drafts(token_ids=out[:, :k].clone(), probabilities=probabilities))
             drafting.propose(input_batch, *states, k, out, native, self._stopwatch)
         return out
+
+    @contextmanager
+    def _passes(self, k: int) -> Iterator[None]:
+        """Have a draft model run k times, and once for k = 0, so that its KV cache goes on; vLLM's runs as often as it ever may.
+
+        The other speculators do so of their own accord.
+        """
+        speculator, most = self.speculator, self.speculator.num_speculative_steps
+        if self._drafts_at_length:
+            speculator.num_speculative_steps = max(k, 1)
+        try:
+            yield
+        finally:
+            speculator.num_speculative_steps = most
 
     def _probabilities(self, input_batch: InputBatch, temperature: torch.Tensor, k: int) -> torch.Tensor | None:
         """What the drafts were drawn from, `[requests, k, vocab]` float32; None where nobody in the step samples."""

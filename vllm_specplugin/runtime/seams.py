@@ -225,6 +225,32 @@ SEAMS: tuple[Seam, ...] = (
         )
     ),
     *(
+        _v2("planned drafts", how, path, symbol, purpose, *parameters)
+        for how, path, symbol, purpose, *parameters in (
+            ("replaces", "v1/core/sched/scheduler.py", "Scheduler.dynamic_sd_lookup", "say how many drafts the next step makes"),
+            (
+                "reads",
+                "v1/core/sched/output.py",
+                "SchedulerOutput.num_spec_tokens_to_schedule",
+                "what the lookup said reaches drafters",
+            ),
+            ("reads", "v1/core/sched/output.py", "SchedulerOutput.num_scheduled_tokens", "tell decoding from prefilling"),
+            (
+                "reads",
+                "config/speculative.py",
+                "SpeculativeConfig.num_speculative_tokens_per_batch_size",
+                "have CUDA graphs captured for each number of drafts",
+            ),
+            (
+                "reads",
+                f"{_V2_SPEC}standalone_ar/speculator.py",
+                "StandaloneARSpeculator.propose",
+                "have a draft model run as often as is wanted",
+                "self",
+            ),
+        )
+    ),
+    *(
         Seam("metrics", "replaces", path, symbol, "time and report steps (on the runner object)", parameters, (runner,))  # type: ignore[arg-type]
         for runner, path in (("v1", _V1), ("v2", _V2))
         for symbol, parameters in (

@@ -43,6 +43,8 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     """'v1' or 'v2', once vLLM has decided."""
     native: str | None = None
     """vLLM's own method that drafts; None for a proposer of our own."""
+    plans_ahead: bool = False
+    """Control chooses the drafts of a step when the step is scheduled (see `planning`)."""
 
     def __post_init__(self) -> None:
         if self.native is None:
@@ -98,7 +100,7 @@ def create(
         flags: what the separate flags (`--spec-model`, `--spec-tokens`, `--spec-method`) said, None where absent.
         target_model_config: the target's.
         target_parallel_config: the target's.
-        async_scheduling: the user insists on it; draft lengths are fixed then, and k is what suits that.
+        async_scheduling: the user insists on it; one length serves all requests of a step then, and k is what suits that.
 
     Raises:
         SpecPluginError: one line that names what is wrong.

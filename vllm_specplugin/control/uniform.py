@@ -1,0 +1,218 @@
+"""Control where steps are planned ahead: one number of drafts for all requests of a step, chosen by what past steps brought.
+
+Under asynchronous scheduling the engine core plans a step while those before it are still under way. Which drafts there will be,
+and whose are any good, is not known then; how many each request is to get, must be. So the choice is between a few *levels*, 0
+among them: the one with the most expected tokens per second, by how far drafts were accepted lately and by how long such steps
+took. Both figures come with the outputs, some steps late, and nobody waits for them.
+
+A step is timed from output to output of a busy engine, so its time holds all that a level costs: verification, the drafter's
+passes, and what the host does meanwhile. A level is kept for a few steps, since a step tells what it costs only among its like.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_specplugin.control.acceptance import PRIOR, PRIOR_TESTS
+from vllm_specplugin.control.controller import DWELL, MARGIN, MOST_DWELL, PROBE_SHARE, ControlState
+from vllm_specplugin.control.levels import LevelCosts
+
+logger = logging.getLogger("vllm.specplugin")
+
+RUN = 6
+"""Steps that a level is kept for."""
+
+MOST_EXTENSIONS = 3
+"""Further runs that a try may last for, until it has steps that say what the level costs."""
+
+HALF_LIFE = 1000.0
+"""Tests of a position after which an older one counts half."""
+
+LEAN = 20.0
+"""How many tests of its own the mean of all positions counts for."""
+
+SURVEY = 2
+"""Runs of each level at the start, whatever they cost, so that each is known from steps of its own."""
+
+RUNS_BETWEEN_TRIES = 16
+"""Runs, at least, from one try of a level that is not thought the best to the next; what tries may cost is `PROBE_SHARE`."""
+
+LENGTH_RATE = 0.1
+"""Weight of the newest run in the mean number of drafts."""
+
+PAUSED_BELOW, DRAFTING_ABOVE = 0.1, 0.5
+"""Mean drafts per request at which drafting is said to be paused, and to go on: words for those who watch, nothing more."""
+
+
+def levels_of(k: int) -> list[int]:
+    """Between how many drafts is chosen: 0, powers of 2, and k. Few, since vLLM captures CUDA graphs for each."""
+    return sorted({0, k, *(1 << power for power in range(k.bit_length()))})
+
+
+class UniformControl:
+    """Control of one engine; call `plan` when a step is planned, then in the same order `over` when its output is there."""
+
+    def __init__(self, proposer: str, k: int, most_requests: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Args:
+        proposer: the configured proposer.
+        k: the most drafts per request and step.
+        most_requests: in one step.
+        clock: seconds.
+        """
+        self.proposer, self.k = proposer, k
+        self.levels = np.array(levels_of(k))
+        self._most_requests = most_requests
+        self.costs = LevelCosts(self.levels, most_requests)
+        self._clock = clock
+        self._tests, self._accepted = np.zeros(k), np.zeros(k)
+        """`[k]`, by position: drafts that were verified while all before them stood, and those that stood; older ones faded."""
+        self._ahead: deque[tuple[float, int]] = deque()
+        """Steps that are planned and not over: when they were planned, and at which level."""
+        self._last_over = -math.inf
+        self._last_level: int | None = None
+        """The level of the last step, where it drafted as many for each request as it verified."""
+        self._chosen = len(self.levels) - 1
+        """The level that is thought the best, as a place in `levels`; drafting is tried until shown wrong."""
+        self._level = self._chosen
+        self._left = 0
+        """Steps left of the run."""
+        self._extended = 0
+        """By how many runs it was made longer."""
+        self._runs = 0
+        self._tried = np.zeros(len(self.levels), dtype=np.int64)
+        """`[levels]`: the run that each was tried in last."""
+        self._tries_of = np.zeros(len(self.levels), dtype=np.int64)
+        """`[levels]`: in how many runs each was tried."""
+        self._last_try = 0
+        self._credit = 0.0
+        """Seconds that trying other levels may cost."""
+        self._length, self._gain = float(k), 0.0
+        self._paused, self._changes, self._reason = False, 0, ""
+        self._steps_in_regime = 0
+
+    @property
+    def state(self) -> ControlState:
+        regime: Literal["drafting", "paused"] = "paused" if self._paused else "drafting"
+        return ControlState(regime, self._length, self._gain, self._changes, self._reason)
+
+    def calibrate(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """What passes over so many rows took at start-up."""
+        self.costs = LevelCosts(self.levels, self._most_requests, sizes, seconds)
+
+    # -- steps ---------------------------------------------------------------
+
+    def plan(self, requests: int) -> int:
+        """A step of so many requests is being planned: how many drafts each of them gets in it."""
+        if not self._left:
+            self._extended = self._extended + 1 if self._is_inconclusive() else 0
+            if not self._extended:
+                self._level = self._decide(requests)
+            self._left = RUN
+        self._left -= 1
+        self._steps_in_regime += 1
+        self._ahead.append((self._clock(), self._level))
+        return int(self.levels[self._level])
+
+    def _is_inconclusive(self) -> bool:
+        """The run was a try of which no steps were seen that could be timed, for the prompts that were read beside."""
+        return self._level != self._chosen and not self.costs.knows(self._level) and self._extended < MOST_EXTENSIONS
+
+    def over(self, requests: int, drafts: int, decoding: bool) -> None:
+        """The output of the step that was planned first is there.
+
+        Args:
+            requests: how many the step had.
+            drafts: how many places for drafts it verified, in all.
+            decoding: no request was still prefilling.
+        """
+        if not self._ahead:
+            return
+        now = self._clock()
+        planned, level = self._ahead.popleft()
+        began, self._last_over = max(planned, self._last_over), now
+        alike = decoding and drafts == requests * int(self.levels[level])
+        # The host may give a step's output before its drafter is done, so that the step before must have been alike, too.
+        if alike and self._last_level == level and now > began:
+            self.costs.observe(requests, level, now - began)
+        self._last_level = level if alike else None
+
+    def judged(self, planned: NDArray[np.integer], accepted: NDArray[np.integer]) -> None:
+        """What became of the drafts of a step; a place that nobody had a draft for was planned in vain like any other.
+
+        Args:
+            planned: `[rows]`, places for drafts.
+            accepted: `[rows]`.
+        """
+        places = np.arange(self.k)
+        tests = ((planned[:, None] > places) & (accepted[:, None] >= places)).sum(axis=0)  # [k]
+        fade = 0.5 ** (tests / HALF_LIFE)
+        self._tests = self._tests * fade + tests
+        self._accepted = self._accepted * fade + (accepted[:, None] > places).sum(axis=0)
+
+    def acceptance(self) -> NDArray[np.float64]:
+        """`[k]`: how probably a draft is accepted once those before it are."""
+        mean = (self._accepted.sum() + PRIOR * PRIOR_TESTS) / (self._tests.sum() + PRIOR_TESTS)
+        found: NDArray[np.float64] = (self._accepted + LEAN * mean) / (self._tests + LEAN)
+        return found
+
+    # -- decisions -----------------------------------------------------------
+
+    def _decide(self, requests: int) -> int:
+        """The level, as a place in `levels`, of the next run of steps with so many requests."""
+        seconds = self.costs.seconds(requests)  # [levels]
+        tokens = 1 + np.concatenate([[0.0], self.acceptance().cumprod().cumsum()])[self.levels]  # per request
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        if rates[best] >= rates[self._chosen] * (1 + MARGIN):
+            self._chosen = best
+        self._runs += 1
+        self._gain = float(rates[self._chosen] / rates[0]) - 1
+        self._length += LENGTH_RATE * (float(self.levels[self._chosen]) - self._length)
+        self._watch(requests, seconds)
+        level = self._level_to_try(seconds, rates)
+        self._tried[level] = self._runs
+        self._tries_of[level] += 1
+        return level
+
+    def _level_to_try(self, seconds: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
+        """Now and then another level than the best: whichever was not tried for longest, when its price has been saved up."""
+        best = self._chosen
+        if (self._tries_of < SURVEY).any():
+            # Highest first, and from there down: what is accepted at the first positions is known on the way.
+            return len(self.levels) - 1 - int(self._tries_of[::-1].argmin())
+        ages = self._runs - self._tried
+        ages[best] = -1
+        other = int(ages.argmax())
+        price = RUN * float(seconds[other] * (1 - rates[other] / rates[best]))
+        self._credit = min(self._credit + PROBE_SHARE * RUN * float(seconds[best]), 2 * max(price, 0.0))
+        if self._runs - self._last_try < RUNS_BETWEEN_TRIES or self._credit < price:
+            return best
+        self._credit -= max(price, 0.0)
+        self._last_try = self._runs
+        return other
+
+    def _watch(self, requests: int, seconds: NDArray[np.float64]) -> None:
+        """Say when drafting is left off, and when it goes on."""
+        turned = self._length > DRAFTING_ABOVE if self._paused else self._length < PAUSED_BELOW
+        if not turned or self._steps_in_regime < min(DWELL << min(self._changes, 16), MOST_DWELL):
+            return
+        self._paused = not self._paused
+        self._steps_in_regime = 0
+        self._changes += 1
+        tests = self._tests.sum()
+        self._reason = (
+            f"of the last drafts {self._accepted.sum() / tests if tests else 0.0:.0%} were accepted; a step of {requests} "
+            f"requests takes {seconds[0] * 1e3:.3g} ms, with {self.levels[1]} for each {seconds[1] * 1e3:.3g} ms"
+        )
+        if self._paused:
+            logger.info("Drafting by %r does not pay now and is left off: %s.", self.proposer, self._reason)
+        else:
+            logger.info("Drafting by %r pays again (%+.1f %%): %s.", self.proposer, self._gain * 100, self._reason)
