@@ -326,6 +326,25 @@ def plan_by(llm: Any, sizes: list[int], seconds: list[float]) -> None:
     planned._level_to_try = lambda *_: planned._chosen
 
 
+def planned_with(llm: Any, control: str | None = "adaptive", asynchronous: bool = True, **parallel: int) -> Any:
+    """The schedule that vLLM is told of in a configuration like the engine's, but for this; None where nothing is planned."""
+    from copy import copy
+
+    from vllm_specplugin.runtime import planning
+
+    config = copy(llm.llm_engine.vllm_config)
+    config.scheduler_config, config.parallel_config = copy(config.scheduler_config), copy(config.parallel_config)
+    config.scheduler_config.async_scheduling = asynchronous
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    spec = config.speculative_config = copy(config.speculative_config)
+    spec.plans_ahead, spec.num_speculative_tokens_per_batch_size = False, None
+    spec.plugin = {**spec.plugin, "control": control}
+    planning.prepare(config)
+    assert spec.plans_ahead == (spec.num_speculative_tokens_per_batch_size is not None)
+    return spec.num_speculative_tokens_per_batch_size
+
+
 def plan_state(llm: Any) -> Any:
     """Where control of the steps that are planned ahead is at."""
     return llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control.state

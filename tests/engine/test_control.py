@@ -174,6 +174,23 @@ def test_a_proposer_of_our_own_follows_the_plan(engines: SideBySide) -> None:
     assert engines.inside("plan_state").drafts_per_request < K
 
 
+@pytest.mark.parametrize("engines", ["v2"], indirect=True)
+def test_what_is_planned_ahead(engines: SideBySide) -> None:
+    engines.open(K, plugin={"control": "adaptive"}, force_async=True)
+
+    def planned(**more: Any) -> Any:
+        return engines.drafting.call("tests.engine.inside:planned_with", **more)
+
+    assert [level for *_, level in planned()] == [0, 1, 2, 4]
+    assert planned(control="fixed") is None
+    assert planned(control=None) is None  # k was given
+    assert planned(asynchronous=False) is None
+    for size in ("data_parallel_size", "pipeline_parallel_size"):
+        assert planned(**{size: 2}) is None
+        said = f"with --{size.replace('_', '-')} 2 draft lengths under asynchronous scheduling are fixed"
+        assert said in engines.drafting.log()
+
+
 def test_a_mixture_of_experts(v1: EngineWorker, drafting_v1: EngineWorker, pytestconfig: pytest.Config) -> None:
     """With the default configuration: passes are timed at start-up, and the tokens are plain decoding's."""
     target = mixture(pytestconfig.cache.mkdir("tiny"))

@@ -103,7 +103,7 @@ def test_steps_that_are_planned_ahead(newer: EngineWorker, tiny_model: Path, kno
             counters = Counters.read(newer.metrics()).since(before)
         drafted.append((counters.draft_tokens, counters.accepted))
     (cheap, accepted), (dear, _) = drafted
-    assert accepted > 0.5 * cheap > 0
+    assert cheap > accepted > NUM_TOKENS
     assert dear == 0
 
 

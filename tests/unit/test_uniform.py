@@ -13,7 +13,7 @@ import pytest
 from tests.support.pretend import Cost, dense, mixture
 from vllm_specplugin.control.controller import MARGIN, PROBE_SHARE
 from vllm_specplugin.control.levels import LevelCosts
-from vllm_specplugin.control.uniform import MOST_EXTENSIONS, RUN, UniformControl, levels_of
+from vllm_specplugin.control.uniform import MOST_EXTENSIONS, RUN, UniformControl, levels_of, schedule
 
 K = 5
 DRAFTER = 2e-4
@@ -84,6 +84,12 @@ def test_few_levels_from_nothing_to_k() -> None:
     assert [levels_of(k) for k in (1, 2, 3, 5, 8)] == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4, 5], [0, 1, 2, 4, 8]]
 
 
+def test_vllm_is_told_of_every_level_there_is_a_batch_size_for() -> None:
+    assert schedule(5, 64) == [(1, 1, 0), (2, 2, 1), (3, 3, 2), (4, 4, 4), (5, 64, 5)]
+    assert schedule(5, 3) == [(1, 1, 0), (2, 2, 1), (3, 3, 5)]
+    assert schedule(5, 1) == [(1, 1, 5)]
+
+
 @pytest.mark.parametrize("cost", [dense, mixture])
 @pytest.mark.parametrize("right", [0.1, 0.6, 0.9])
 @pytest.mark.parametrize(("requests", "calibrated"), [(1, True), (16, True), (128, True), (16, False)])
@@ -152,7 +158,7 @@ def test_a_try_lasts_until_it_can_be_timed_but_not_for_ever() -> None:
 
 
 def test_a_step_is_timed_between_two_like_it() -> None:
-    """From its planning or from the last output, whichever is later; not while requests are read, nor at a change of level."""
+    """From its planning or from the last output, whichever is later; not while prompts are read, nor at a change of level."""
     now = 0.0
     control = UniformControl("pretended", 2, 8, clock=lambda: now)
     seen: list[tuple[int, int, float]] = []
@@ -172,7 +178,7 @@ def test_a_step_is_timed_between_two_like_it() -> None:
     step(4.0, 8, decoding=False)
     step(5.0, 8)  # what came before it drafted for prompts, too
     step(5.5, 7)  # a request at its end
-    assert seen == [(4, 8, 1.5)]
+    assert seen == [(4, 2, 1.5)]
     now = 10.0
     for _ in range(2):
         control.plan(4)
@@ -181,9 +187,18 @@ def test_a_step_is_timed_between_two_like_it() -> None:
     now = 20.0  # nothing was asked of the engine meanwhile
     control.plan(4)
     step(20.25, 8)
-    assert seen[1:] == [(4, 8, 0.5), (4, 8, 0.25)]
+    assert seen[1:] == [(4, 2, 0.5), (4, 2, 0.25)]
     step(21.0, 8)  # never planned
     assert len(seen) == 3
+
+
+def test_a_draft_counts_if_all_before_it_stand() -> None:
+    control = UniformControl("pretended", 2, 8)
+    control.costs.seconds = lambda requests: np.array([1.0, 1.01, 1.02])  # type: ignore[method-assign]
+    for _ in range(400):
+        control.judged(np.array([2, 2, 2, 2]), np.array([0, 0, 1, 2]))  # half of them stand, at either position
+    assert control.plan(4) == 2
+    assert control.state.gain == pytest.approx((1 + 0.5 + 0.25) / 1.02 - 1, abs=0.01)
 
 
 def test_acceptance_is_told_apart_by_position() -> None:

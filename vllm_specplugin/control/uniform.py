@@ -57,6 +57,16 @@ def levels_of(k: int) -> list[int]:
     return sorted({0, k, *(1 << power for power in range(k.bit_length()))})
 
 
+def schedule(k: int, max_num_seqs: int) -> list[tuple[int, int, int]]:
+    """The levels as a schedule by batch size, in vLLM's form: first and last batch size, number of drafts.
+
+    The highest level has the largest batches, since vLLM chooses the sizes of its graphs by them. Levels for which there are too
+    few batch sizes are left out: they get no graphs of their own.
+    """
+    lower = levels_of(k)[:-1][: max_num_seqs - 1]
+    return [*((size, size, level) for size, level in enumerate(lower, 1)), (len(lower) + 1, max_num_seqs, k)]
+
+
 class UniformControl:
     """Control of one engine; call `plan` when a step is planned, then in the same order `over` when its output is there."""
 

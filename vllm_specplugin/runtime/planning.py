@@ -13,7 +13,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_specplugin.config import SpecConfig
-from vllm_specplugin.control.uniform import UniformControl, levels_of
+from vllm_specplugin.control.uniform import UniformControl, schedule
 from vllm_specplugin.runtime.meter import ReportingOutput
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
 
@@ -55,15 +55,6 @@ def _obstacle(vllm_config: VllmConfig) -> str:
     if parallel.pipeline_parallel_size > 1:  # a step's time is not the time from output to output
         return f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
     return ""
-
-
-def schedule(k: int, max_num_seqs: int) -> list[tuple[int, int, int]]:
-    """A schedule by batch size in which each level occurs: first and last batch size, number of drafts.
-
-    The highest level has the largest batches, since vLLM chooses the sizes of its graphs by them.
-    """
-    lower = levels_of(k)[:-1][: max_num_seqs - 1]
-    return [*((size, size, level) for size, level in enumerate(lower, 1)), (len(lower) + 1, max_num_seqs, k)]
 
 
 def attach(scheduler: Scheduler) -> None:
