@@ -110,9 +110,6 @@ def test_a_native_drafter_is_paused_and_comes_back(engines: SideBySide, pytestco
     assert_same(results, known)
     assert counters.accepted == counters.draft_tokens > 0  # nobody lapsed that is drafted for
 
-    for written, warnings in (({"control": "adaptive"}, 1), ({}, 0)):
-        found = engines.drafting.call("tests.engine.inside:control_under_asynchronous_scheduling", written)
-        assert found == (False, warnings)
     assert engines.drafting.call("tests.engine.inside:control_in_data_parallel") == (False, True, True)
     engines.replaced()
 

@@ -71,9 +71,7 @@ class Runtime:
 
     def _control(self, vllm_config: VllmConfig) -> Controller | None:
         config, capabilities = self.resolved.config, self.resolved.capabilities
-        if not config.adaptive:
-            return None
-        if vllm_config.scheduler_config.async_scheduling:  # then steps are planned in the engine core; see `planning`
+        if not config.adaptive or vllm_config.scheduler_config.async_scheduling:  # then the engine core plans; see `planning`
             return None
         drafting = {name: PROPOSERS.resolve(name).capabilities for name in capabilities.parts} or {config.proposer: capabilities}
         stateful = [name for name, needs in drafting.items() if needs.native is not None or needs.own_kv_cache]
