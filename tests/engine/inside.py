@@ -345,6 +345,13 @@ def planned_with(llm: Any, control: str | None = "adaptive", asynchronous: bool 
     return spec.num_speculative_tokens_per_batch_size
 
 
+def timed_before_planning(llm: Any) -> list[int]:
+    """The numbers of rows whose passes were timed at start-up, as control of planned steps knows them."""
+    costs = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control.costs
+    sizes: list[int] = costs._curve.__self__._sizes.astype(int).tolist()
+    return sizes
+
+
 def plan_state(llm: Any) -> Any:
     """Where control of the steps that are planned ahead is at."""
     return llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control.state

@@ -160,7 +160,10 @@ def test_steps_that_are_planned_ahead(engines: SideBySide, pytestconfig: pytest.
 @pytest.mark.parametrize("engines", ["v2"], indirect=True)
 def test_a_proposer_of_our_own_follows_the_plan(engines: SideBySide) -> None:
     """One that is asked on the host, where asynchronous scheduling was asked for: 0 drafts are a step like any other."""
-    engines.open(K, plugin={"control": "adaptive"}, force_async=True)
+    engines.open(K, plugin={"control": "adaptive"}, force_async=True, again=True)
+    engines.draft(PROMPTS[1:2], GREEDY | {"max_tokens": 2})
+    rows = engines.inside("timed_before_planning")
+    assert rows[:3] == [1, 2, 4]  # what the worker timed at start-up has reached the engine core
     engines.inside("plan_by", *FLAT)
     modes = ["oracle", "half_oracle", "constant", "oracle"]
     cheap = draft(engines, modes)
@@ -168,7 +171,11 @@ def test_a_proposer_of_our_own_follows_the_plan(engines: SideBySide) -> None:
     engines.inside("plan_by", *DEAR)
     assert draft(engines, modes).draft_tokens < cheap.draft_tokens / 2  # the first run was planned before
     assert draft(engines, modes).draft_tokens == 0
-    assert engines.inside("plan_state").drafts_per_request < K
+    state = engines.inside("plan_state")
+    assert (state.regime, 0 < state.drafts_per_request < K) == ("drafting", True)  # too soon for a verdict
+    metrics = engines.drafting.metrics()
+    assert metrics["vllm:specplugin_draft_length"] == pytest.approx(state.drafts_per_request, abs=0.5)
+    assert metrics["vllm:specplugin_paused"] == 0
 
 
 @pytest.mark.parametrize("engines", ["v2"], indirect=True)

@@ -157,6 +157,17 @@ def test_a_try_lasts_until_it_can_be_timed_but_not_for_ever() -> None:
     assert planned.index(1) == RUN * (1 + MOST_EXTENSIONS) - 1
 
 
+def test_tries_that_last_longer_are_paid_for() -> None:
+    """No step can be timed, so that each try is as long as it may be; plain decoding still loses but 1 %."""
+    control = UniformControl("pretended", 1, 8)
+    control.costs.seconds = lambda requests: np.array([0.010, 0.020])  # type: ignore[method-assign]
+    control.judged(np.full(4000, 1), np.zeros(4000, dtype=np.int64))
+    for _ in range(100):
+        control.plan(4)
+    drafting = sum(control.plan(4) for _ in range(20_000))
+    assert 0 < drafting < 20_000 * PROBE_SHARE * 1.1
+
+
 def test_a_step_is_timed_between_two_like_it() -> None:
     """From its planning or from the last output, whichever is later; not while prompts are read, nor at a change of level."""
     now = 0.0

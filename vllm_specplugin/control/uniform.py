@@ -104,6 +104,8 @@ class UniformControl:
         self._last_try = 0
         self._credit = 0.0
         """Seconds that trying other levels may cost."""
+        self._price = 0.0
+        """What a run of the last try costs."""
         self._length, self._gain = float(k), 0.0
         self._paused, self._changes, self._reason = False, 0, ""
         self._steps_in_regime = 0
@@ -123,7 +125,9 @@ class UniformControl:
         """A step of so many requests is being planned: how many drafts each of them gets in it."""
         if not self._left:
             self._extended = self._extended + 1 if self._is_inconclusive() else 0
-            if not self._extended:
+            if self._extended:
+                self._credit -= self._price
+            else:
                 self._level = self._decide(requests)
             self._left = RUN
         self._left -= 1
@@ -205,7 +209,8 @@ class UniformControl:
         self._credit = min(self._credit + PROBE_SHARE * RUN * float(seconds[best]), 2 * max(price, 0.0))
         if self._runs - self._last_try < RUNS_BETWEEN_TRIES or self._credit < price:
             return best
-        self._credit -= max(price, 0.0)
+        self._price = max(price, 0.0)
+        self._credit -= self._price
         self._last_try = self._runs
         return other
 
