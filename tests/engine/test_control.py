@@ -171,10 +171,10 @@ def test_a_proposer_of_our_own_follows_the_plan(engines: SideBySide) -> None:
     engines.inside("plan_by", *DEAR)
     assert draft(engines, modes).draft_tokens < cheap.draft_tokens / 2  # the first run was planned before
     assert draft(engines, modes).draft_tokens == 0
-    state = engines.inside("plan_state")
-    assert (state.regime, 0 < state.drafts_per_request < K) == ("drafting", True)  # too soon for a verdict
+    found = engines.inside("plan_state")
+    assert (found.regime, 0 < found.drafts_per_request < K) == ("drafting", True)  # too soon for a verdict
     metrics = engines.drafting.metrics()
-    assert metrics["vllm:specplugin_draft_length"] == pytest.approx(state.drafts_per_request, abs=0.5)
+    assert metrics["vllm:specplugin_draft_length"] == pytest.approx(found.drafts_per_request, abs=0.5)
     assert metrics["vllm:specplugin_paused"] == 0
 
 
