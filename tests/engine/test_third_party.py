@@ -83,7 +83,7 @@ def test_wrong_options_are_refused_at_start(
     drafting_v1: EngineWorker, tiny_model: Path, options: dict[str, Any], parts: list[str]
 ) -> None:
     with pytest.raises(EngineError) as caught:
-        drafting_v1.open(tiny_model, {"proposer": "copycat", "options": options})
+        drafting_v1.open(tiny_model, {"proposer": "copycat", "options": options, "control": "fixed"})
     assert caught.value.kind == "ConfigError"
     assert all(part in caught.value.message for part in parts), caught.value.message
     assert "\n" not in caught.value.message
