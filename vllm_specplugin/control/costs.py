@@ -81,7 +81,7 @@ class CostTable:
 
     def seconds(self, requests: int, most_drafts: int) -> NDArray[np.float64]:
         """`[most_drafts + 1]`: what a step of so many requests takes with 0, 1, ... drafts in all."""
-        cell = _cell(requests)
+        cell = cell_of(requests)
         end = requests + most_drafts + 1
         if end > len(self._log_curve):
             self._prepare(2 * end)
@@ -93,7 +93,7 @@ class CostTable:
 
     def observe(self, requests: int, drafts: int, seconds: float) -> None:
         """A step of so many requests, with so many drafts in all, took `seconds`."""
-        place, rows_place = _cell(requests), _cell(requests + drafts)
+        place, rows_place = cell_of(requests), cell_of(requests + drafts)
         measured = math.log(seconds / float(self.curve(requests + drafts)))
         if self._drift is None:
             self._drift = measured
@@ -162,8 +162,8 @@ class _Factors:
         self._seen_in_all *= FADE
 
 
-def _cell(rows: int) -> int:
-    """The cell that a number of rows lies in."""
+def cell_of(rows: int) -> int:
+    """The cell of a table by size that a number of rows, or of requests, lies in: `PER_OCTAVE` to a doubling."""
     return round(PER_OCTAVE * math.log2(rows))
 
 

@@ -19,7 +19,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_specplugin.control.costs import PER_OCTAVE, CostTable
+from vllm_specplugin.control.costs import CostTable, cell_of
 
 LEAST_STEPS = 2
 """Steps of a stretch that say what it takes."""
@@ -48,7 +48,7 @@ class LevelCosts:
         """
         self._levels = levels
         self._curve = CostTable(sizes, seconds).curve
-        cells = _cell(max(most_requests, 1)) + 1
+        cells = cell_of(max(most_requests, 1)) + 1
         self._factors, self._seen = np.zeros((cells, len(levels))), np.zeros((cells, len(levels)))
         """`[cells, levels]`: logarithms of the factors, and from how many comparisons each is known."""
         self._now = (0, -1)
@@ -64,7 +64,7 @@ class LevelCosts:
     def seconds(self, requests: int) -> NDArray[np.float64]:
         """`[levels]`: what a step of so many requests takes at each level."""
         bare = self._curve(requests * (1 + self._levels))
-        return bare * np.exp(self._factors_at(_cell(requests)) + self._all)
+        return bare * np.exp(self._factors_at(cell_of(requests)) + self._all)
 
     def knows(self, level: int) -> bool:
         """Whether the stretch that goes on is one of this level, and long enough to say something."""
@@ -78,7 +78,7 @@ class LevelCosts:
             level: a place in `levels`.
             seconds: from the output before to its own.
         """
-        cell = _cell(requests)
+        cell = cell_of(requests)
         if (cell, level) != self._now:
             known = self._length >= LEAST_STEPS and cell == self._now[0]
             self._before = (self._now[1], median(self._stretch)) if known else None
@@ -107,8 +107,3 @@ class LevelCosts:
         seen = self._seen[cell]
         found: NDArray[np.float64] = (self._factors[cell] * seen + of_level * LEAN) / (seen + LEAN)
         return found
-
-
-def _cell(requests: int) -> int:
-    """The cell that a batch size lies in."""
-    return round(PER_OCTAVE * math.log2(requests))
