@@ -41,6 +41,8 @@ class StepReport:
     """`[rows]`: the requests that were drafted for."""
     lengths: list[int] | None = None
     """`[rows]`: how many drafts each was given; None where only the device knows."""
+    without: list[str] = field(default_factory=list)
+    """Requests that were given none, of those whose numbers only the device knows."""
     sources: list[str] | None = None
     """`[rows]`: which part of the proposer drafted; None for a proposer of one part."""
     draft_length: float | None = None
@@ -49,6 +51,8 @@ class StepReport:
     """Control has left off drafting, but for a try now and then."""
     drafting_seconds: list[float] = field(default_factory=list)
     """How long steps took to draft, of those that are measured by now."""
+    first_pass_seconds: list[float] = field(default_factory=list)
+    """The same of those steps in which the host's drafter made the pass that it makes anyhow, and drafted nothing."""
     verification_seconds: list[float] = field(default_factory=list)
     """How long passes over drafts took, likewise."""
     pass_seconds: dict[int, float] | None = None
@@ -220,7 +224,7 @@ class Counts:
             if report.lengths is None:
                 request = self._requests.get(request_id)
                 if request is not None:
-                    request.drafts = ON_DEVICE
+                    request.drafts = 0 if request_id in report.without else ON_DEVICE
             else:
                 source = self.proposer if report.sources is None else report.sources[place]
                 self.drafted(request_id, source, report.lengths[place])

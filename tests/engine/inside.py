@@ -323,7 +323,24 @@ def plan_by(llm: Any, sizes: list[int], seconds: list[float]) -> None:
     type(planned).calibrate(planned, sizes, seconds)
     planned.costs.observe = planned.calibrate = lambda *_: None
     planned.costs.knows = lambda level: True
-    planned._level_to_try = lambda *_: planned._chosen
+    planned._spared.seconds = lambda requests: 0.0
+    planned._level_to_try = lambda usual, *_: usual
+    planned._left = 0
+
+
+def leave_drafter_out(llm: Any) -> None:
+    """As control does once drafting has not paid for long: until it is thought to pay again."""
+    planned = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control
+    planned._paused, planned._length = True, 0.0
+
+
+def drafted_for(llm: Any) -> dict[str, int]:
+    """How many drafts each running request was given so far, as it is counted for the metrics."""
+    counts = llm.llm_engine.engine_core.engine_core.scheduler.update_draft_token_ids.__self__.counts
+    return {
+        request_id.partition("-")[0]: sum(part.drafted for part in request.counts.by_source.values())
+        for request_id, request in counts._requests.items()
+    }
 
 
 def planned_with(llm: Any, control: str | None = "adaptive", asynchronous: bool = True, **parallel: int) -> Any:

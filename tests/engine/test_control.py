@@ -156,6 +156,30 @@ def test_steps_that_are_planned_ahead(engines: SideBySide, pytestconfig: pytest.
     assert counters.accepted > 0.8 * rate * counters.draft_tokens
     assert counters.accepted > 0
 
+    # Left out it makes no pass at all; those who lived through that decode plainly to their end, beside others that do not.
+    engines.inside("plan_by", *DEAR)
+    engines.inside("leave_drafter_out")
+    passes()
+    left_out, runs = passes()
+    assert (left_out.draft_tokens, set(runs)) == (0, {0})
+    before = Counters.read(engines.drafting.metrics())
+    for place, (prompt, asked) in enumerate(zip(PROMPTS[1:5], params, strict=True)):
+        if place == 2:
+            for _ in range(4):
+                engines.inside("step_once")
+            engines.inside("plan_by", *FLAT)
+            engines.inside("drafter_runs")
+        engines.inside("add", str(place), prompt, asked | {"extra_args": {}})
+    for _ in range(10):  # a run of which nothing is known but that both have lapsed, and some more
+        engines.inside("step_once")
+    given = engines.inside("drafted_for")
+    assert (given["0"], given["1"]) == (0, 0)
+    assert min(given["2"], given["3"]) > 0
+    assert max(engines.inside("drafter_runs")) == most
+    done = engines.inside("run_to_the_end")
+    assert {name: tokens for name, (tokens, _) in done.items()} == {str(at): each.token_ids for at, each in enumerate(known)}
+    assert Counters.read(engines.drafting.metrics()).since(before).accepted > 0
+
 
 @pytest.mark.parametrize("engines", ["v2"], indirect=True)
 def test_a_proposer_of_our_own_follows_the_plan(engines: SideBySide) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import pickle
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ import pytest
 from tests.support.pretend import Cost, dense, mixture
 from vllm_specplugin.control.controller import MARGIN, PROBE_SHARE
 from vllm_specplugin.control.levels import LevelCosts
-from vllm_specplugin.control.uniform import MOST_EXTENSIONS, RUN, UniformControl, levels_of, schedule
+from vllm_specplugin.control.uniform import MOST_EXTENSIONS, RUN, NoPass, UniformControl, levels_of, schedule
 
 K = 5
 DRAFTER = 2e-4
@@ -30,43 +31,68 @@ class Ahead:
     requests: int
     control: UniformControl | int
     seed: int = 0
+    drafter: float = DRAFTER
+    steps_of_a_request: int = 200
+    """After so many steps another request takes its place; all of them at different times."""
     now: float = 0.0
     emitted: int = 0
     drafts: dict[int, int] = field(default_factory=dict)
     """How many steps had so many drafts for each request."""
-    _queue: deque[tuple[int, int]] = field(default_factory=deque)
+    passes: int = 0
+    """Steps in which the drafter ran."""
     _drafted: int = 0
     _drafting: float = 0.0
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(self.seed)
-        self._planned: deque[tuple[int, int]] = deque()
+        self._planned: deque[tuple[list[str], int]] = deque()
+        self._steps = 0
+        self._lapsed: set[str] = set()
 
     def run(self, steps: int) -> Ahead:
         for _ in range(steps):
             while len(self._planned) < 2:
-                level = self.control if isinstance(self.control, int) else self.control.plan(self.requests)
-                self._planned.append((self.requests, level))
+                begins = self._steps % max(self.steps_of_a_request // self.requests, 1) == 0
+                # Each place has had one request after the other; where they change is spread evenly.
+                generations = [
+                    (self._steps + place * self.steps_of_a_request // self.requests) // self.steps_of_a_request
+                    for place in range(self.requests)
+                ]
+                ids = [f"{place}-{generation}" for place, generation in enumerate(generations)]
+                level = self.control if isinstance(self.control, int) else self.control.plan(self.requests, begins)
+                self._planned.append((ids, level))
+                self._steps += 1
             self._over(*self._planned.popleft())
         return self
 
-    def _over(self, requests: int, level: int) -> None:
+    def _over(self, ids: list[str], level: int) -> None:
         """The output of a step is there: its verification came after the drafting of the step before."""
+        requests, skipped = len(ids), isinstance(level, NoPass)
         verified, self._drafted = self._drafted, level
         self.now += self._drafting + self.cost(requests, requests * verified) * float(np.exp(self._rng.normal(0, 0.03)))
-        self._drafting = max(level, 1) * (DRAFTER + DRAFTER * requests / 100)
+        one_pass = self.drafter + self.drafter * requests / 100
+        self._drafting = 0.0 if skipped else max(level, 1) * one_pass
+        self.passes += not skipped
         stood = (self._rng.random((requests, max(verified, 1))) < self.right).cumprod(axis=1).sum(axis=1)
-        accepted = np.minimum(stood, verified)
+        whole = np.array([name not in self._lapsed for name in ids])
+        accepted = np.minimum(stood, verified) * whole
         self.emitted += requests + int(accepted.sum())
         self.drafts[verified] = self.drafts.get(verified, 0) + 1
+        if skipped:
+            self._lapsed.update(ids)
         if isinstance(self.control, UniformControl):
-            self.control.over(requests, requests * verified, decoding=True)
-            self.control.judged(np.full(requests, verified), accepted)
+            self.control.over(ids, requests * verified, decoding=True)
+            assert [not self.control.has_lapsed(name) for name in ids] == [name not in self._lapsed for name in ids]
+            self.control.judged(np.full(whole.sum(), verified), accepted[whole])
+            if level == 0 and not skipped:
+                self.control.passed(requests, one_pass)
 
 
-def controlled(cost: Cost, right: float, requests: int, calibrated: bool = True) -> Ahead:
-    engine = Ahead(cost, right, requests, 0)
-    engine.control = UniformControl("pretended", K, 256, clock=lambda: engine.now)
+def controlled(
+    cost: Cost, right: float, requests: int, calibrated: bool = True, can_skip: bool = False, drafter: float = DRAFTER
+) -> Ahead:
+    engine = Ahead(cost, right, requests, 0, drafter=drafter)
+    engine.control = UniformControl("pretended", K, 256, can_skip, clock=lambda: engine.now)
     if calibrated:
         sizes = [1 << power for power in range(11)]
         engine.control.calibrate(sizes, [cost(1, size - 1) for size in sizes])
@@ -179,7 +205,7 @@ def test_a_step_is_timed_between_two_like_it() -> None:
     def step(at: float, drafts: int, decoding: bool = True) -> None:
         nonlocal now
         now = at
-        control.over(4, drafts, decoding)
+        control.over(["a", "b", "c", "d"], drafts, decoding)
 
     for _ in range(6):
         control.plan(4)
@@ -221,6 +247,60 @@ def test_acceptance_is_told_apart_by_position() -> None:
         control.judged(np.array([1, 1]), np.array([0, 0]))
     assert control.acceptance()[0] < 0.1
     assert control.acceptance()[1] > 0.4  # nothing was heard of it since
+
+
+# -- the drafter left out ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", [2e-4, 2e-3])
+@pytest.mark.parametrize("right", [0.02, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("requests", [1, 16, 128])
+def test_no_harm_where_the_drafter_is_dear(drafter: float, right: float, requests: int) -> None:
+    """Plain decoding has no pass of a drafter in its steps, and that is what is not to be fallen behind."""
+    engine = controlled(dense, right, requests, can_skip=True, drafter=drafter).run(2000)
+    got = rate(engine, 4000)
+    plain = rate(Ahead(dense, right, requests, NoPass(0)).run(10), 1000)
+    best = max(rate(Ahead(dense, right, requests, level, drafter=drafter).run(10), 1000) for level in levels_of(K)[1:])
+    assert got > max(plain * (1 - PROBE_SHARE - 0.01), best * (1 - MARGIN - PROBE_SHARE - 0.02))
+
+
+def test_the_drafter_is_left_out_where_drafts_do_not_pay() -> None:
+    """But for tries on requests that begin; without that it runs in every step."""
+    engine = controlled(dense, 0.02, 48, can_skip=True).run(2000)
+    engine.passes = 0
+    engine.run(4000)
+    assert 0 < engine.passes < 400
+    engine = controlled(dense, 0.02, 48).run(2000)
+    engine.passes = 0
+    assert engine.run(1000).passes == 1000
+
+
+def test_drafting_comes_back_with_requests_that_begin() -> None:
+    engine = controlled(dense, 0.02, 48, can_skip=True).run(3000)
+    assert isinstance(engine.control, UniformControl)
+    assert engine.control.skips
+    engine.right = 0.95
+    engine.run(6000)
+    assert engine.control.state.regime == "drafting"
+    best = max(rate(Ahead(dense, 0.95, 48, level).run(10), 1000) for level in levels_of(K))
+    assert rate(engine, 2000) > best * 0.95
+
+
+def test_those_who_lapsed_are_forgotten() -> None:
+    control = UniformControl("pretended", 2, 8, can_skip=True)
+    control._paused, control._chosen, control._level, control._left = True, 0, 0, 100
+    assert isinstance(control.plan(2), NoPass)
+    control.over(["a", "b"], 0, decoding=True)
+    assert [control.has_lapsed(name) for name in "abc"] == [True, True, False]
+    control.forget(["a", "c"])
+    assert [control.has_lapsed(name) for name in "abc"] == [False, True, False]
+
+
+def test_no_pass_travels_to_the_workers() -> None:
+    """Steps reach them pickled."""
+    arrived = pickle.loads(pickle.dumps(NoPass(0)))
+    assert isinstance(arrived, NoPass)
+    assert arrived == 0
 
 
 # -- what levels cost --------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ class Runtime:
         """What sets draft lengths; None where they are fixed."""
         self._asked: bool | None = None
         """Whether the host's own drafter was asked in this step, where that is decided before its tokens are known."""
+        self.lapsed: set[str] = set()
+        """Requests that lived through a step which the host's drafter was left out of: its drafts are no good for them."""
         self._tested: NDArray[np.int64] | None = None
         """`[rows]`, how many drafts the pass that is over verified; None for none."""
         self.meter = Meter(self, device)
@@ -167,6 +169,7 @@ class Runtime:
             self._drafted.pop(request_id, None)
             self._noise_keys.pop(request_id, None)
             self.drafted.drop(request_id)
+        self.lapsed.difference_update(gone)
         if gone:
             self.guard.forget(gone)
             if self.controller is not None:
@@ -231,10 +234,12 @@ class Runtime:
             self._drafted.update(zip(step.request_ids, checked.lengths.tolist(), strict=True))
         return checked
 
-    @staticmethod
-    def wanted(requests: Sequence[Request], k: int) -> NDArray[np.int64]:
-        """`[rows]`: the most drafts that each request asks for, of at most k."""
-        return np.array([k if request.max_draft_tokens is None else min(request.max_draft_tokens, k) for request in requests])
+    def wanted(self, requests: Sequence[Request], k: int) -> NDArray[np.int64]:
+        """`[rows]`: the most drafts that each request asks for and has any use for, of at most k."""
+        wanted = np.array([k if request.max_draft_tokens is None else min(request.max_draft_tokens, k) for request in requests])
+        if self.lapsed:
+            wanted[[request.request_id in self.lapsed for request in requests]] = 0
+        return wanted
 
     def verified(self, requests: Sequence[Request], tested: NDArray[np.int64], emitted: NDArray[np.int64]) -> None:
         """Count what became of the drafts of one step.
@@ -287,13 +292,21 @@ class Runtime:
 
     def _without_drafts(self, controller: Controller, request_ids: Sequence[str], k: int) -> CheckedDrafts:
         """A step in which the proposer is not asked."""
+        self._miss(request_ids)
+        controller.end()
+        rows = len(request_ids)
+        return CheckedDrafts(np.zeros((rows, k), dtype=np.int64), np.zeros(rows, dtype=np.int64))
+
+    def skip(self, request_ids: Sequence[str]) -> None:
+        """A step that the engine core left the host's drafter out of."""
+        self._miss(request_ids)
+        self.lapsed.update(request_ids)
+
+    def _miss(self, request_ids: Sequence[str]) -> None:
         self.guard.skip(request_ids)
         for request_id in request_ids:
             self.drafted.drop(request_id)
             self._drafted.pop(request_id, None)
-        controller.end()
-        rows = len(request_ids)
-        return CheckedDrafts(np.zeros((rows, k), dtype=np.int64), np.zeros(rows, dtype=np.int64))
 
     def _controlled(self, controller: Controller, checked: CheckedDrafts, step: Step, seconds: float) -> CheckedDrafts:
         """As many of the drafts as pay; asking for them took `seconds`."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_specplugin.control.uniform import NoPass
 from vllm_specplugin.counts import StepReport
 from vllm_specplugin.guard import CheckedDrafts, Guard
 from vllm_specplugin.proposers.hybrid import HybridProposer
@@ -68,7 +69,11 @@ class Meter:
                 self._clock.spent("verification", self._pass_began, began)
                 self._pass_began = None
             drafts = stock_propose(*args, **kwargs)
-            self._clock.spent("drafting", began, self._clock.now())
+            ended = self._clock.now()
+            self._clock.spent("drafting", began, ended)
+            wanted = kwargs.get("num_speculative_tokens")
+            if wanted == 0 and not isinstance(wanted, NoPass):
+                self._clock.spent("first pass", began, ended)
             return drafts
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -84,6 +89,8 @@ class Meter:
         if drafts is not None:
             step.lengths = drafts.lengths.tolist()
             step.sources = None if drafts.sources is None else list(drafts.sources)
+        else:
+            step.without = [request_id for request_id in request_ids if request_id in self._runtime.lapsed]
         control = self._runtime.controller
         step.draft_length = float(self._runtime.k)
         if control is not None:
@@ -106,8 +113,13 @@ class Meter:
 
     def _report(self) -> StepReport:
         step, self._step = self._step, StepReport()
+        spans = {
+            "drafting": step.drafting_seconds,
+            "first pass": step.first_pass_seconds,
+            "verification": step.verification_seconds,
+        }
         for kind, seconds in self._clock.over():
-            (step.drafting_seconds if kind == "drafting" else step.verification_seconds).append(seconds)
+            spans[kind].append(seconds)
         for name, guard in self._guards.items():
             if faults := self._new(f"faults of {name}", guard.faults):
                 step.faults[name] = faults

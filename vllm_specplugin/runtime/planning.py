@@ -7,6 +7,8 @@ request gets; the runner, its CUDA graphs and the drafters follow what it says. 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,22 +71,32 @@ class Planner:
 
     def __init__(self, scheduler: Scheduler, spec: PluginSpeculativeConfig) -> None:
         most = scheduler.scheduler_config.max_num_seqs
-        self.control = UniformControl(spec.plugin["proposer"], spec.num_speculative_tokens, most)
+        capabilities = spec.resolve().capabilities
+        # Others have nothing to see to in steps without drafts; and a hybrid's other parts go on with whoever lapsed.
+        can_skip = capabilities.native is not None and not capabilities.parts
+        self.control = UniformControl(spec.plugin["proposer"], spec.num_speculative_tokens, most, can_skip)
+        self._scheduler = scheduler
+        self._latest = -math.inf
+        """When the last request arrived of those that were ever scheduled."""
         self._stock_update = scheduler.update_from_output
         scheduler.dynamic_sd_lookup = self  # type: ignore[assignment]
         scheduler.update_from_output = self.update_from_output  # type: ignore[method-assign]
 
     def __getitem__(self, requests: int) -> int:
         """How many drafts each request gets in a step of so many; asked once for each step that has any."""
-        return self.control.plan(requests)
+        # Who is scheduled for the first time stands at the end.
+        running = self._scheduler.running
+        arrived = running[-1].arrival_time if running else -math.inf
+        begins, self._latest = arrived > self._latest, max(arrived, self._latest)
+        return self.control.plan(requests, begins)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Learn of a step; then as in stock."""
-        if scheduler_output.num_scheduled_tokens:
-            self._learn(scheduler_output, model_runner_output)
         report = model_runner_output.report if isinstance(model_runner_output, ReportingOutput) else None
+        if scheduler_output.num_scheduled_tokens:
+            self._learn(scheduler_output, model_runner_output, [] if report is None else report.first_pass_seconds)
         if report is not None:
             if report.pass_seconds is not None:
                 self.control.calibrate(list(report.pass_seconds), list(report.pass_seconds.values()))
@@ -93,14 +105,20 @@ class Planner:
                 report.draft_length, report.paused = state.drafts_per_request, state.regime == "paused"
         return self._stock_update(scheduler_output, model_runner_output)
 
-    def _learn(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> None:
+    def _learn(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, first_pass_seconds: Sequence[float]
+    ) -> None:
         scheduled, places = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         drafts = {request_id: len(row) for request_id, row in places.items()}
         decoding = all(tokens == 1 + drafts.get(request_id, 0) for request_id, tokens in scheduled.items())
-        self.control.over(len(scheduled), sum(drafts.values()), decoding)
+        self.control.over(list(scheduled), sum(drafts.values()), decoding)
+        self.control.forget(scheduler_output.finished_req_ids)
+        for seconds in first_pass_seconds if decoding else ():
+            self.control.passed(len(scheduled), seconds)
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         if not drafts or not sampled:
             return
-        pairs = [(planned, len(sampled[rows[request_id]])) for request_id, planned in drafts.items() if request_id in rows]
+        judged = [request_id for request_id in drafts if request_id in rows and not self.control.has_lapsed(request_id)]
+        pairs = [(drafts[request_id], len(sampled[rows[request_id]])) for request_id in judged]
         planned, tokens = np.array([pair for pair in pairs if pair[1]], dtype=np.int64).reshape(-1, 2).T
         self.control.judged(planned, tokens - 1)

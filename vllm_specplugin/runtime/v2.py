@@ -76,6 +76,13 @@ class Drafting:
         self.keep_lengths(input_batch, on_device[:, -1], packed[:, -1].tolist())
         self.runtime.meter.drafted(input_batch.req_ids, drafts)
 
+    def skip(self, input_batch: InputBatch, out: torch.Tensor) -> torch.Tensor:
+        """A step that the host's drafter is left out of: no drafts, in `out` `[requests, most k]` int64, now or later."""
+        self.runtime.skip(input_batch.req_ids)
+        self.keep_lengths(input_batch, torch.zeros(len(out), dtype=torch.int64, device=self.device))
+        self.runtime.meter.drafted(input_batch.req_ids, None)
+        return out
+
     def keep_lengths(self, input_batch: InputBatch, lengths: torch.Tensor, on_host: Sequence[int] | None = None) -> None:
         """Note how many drafts each request of a step has: `[requests]` on the device, and on the host where known there."""
         self.draft_lengths[input_batch.idx_mapping] = lengths
