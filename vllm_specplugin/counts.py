@@ -41,10 +41,10 @@ class StepReport:
     """`[rows]`: the requests that were drafted for."""
     lengths: list[int] | None = None
     """`[rows]`: how many drafts each was given; None where only the device knows."""
-    without: list[str] = field(default_factory=list)
-    """Requests that were given none, of those whose numbers only the device knows."""
     sources: list[str] | None = None
     """`[rows]`: which part of the proposer drafted; None for a proposer of one part."""
+    without: list[str] = field(default_factory=list)
+    """Requests that were given none, of those whose numbers only the device knows."""
     draft_length: float | None = None
     """How many drafts a request is given as things are: k, or what control lets through on average; None where nobody drafted."""
     paused: bool = False

@@ -113,6 +113,9 @@ def test_where_only_the_device_knows_how_many_there_are() -> None:
     made.report(StepReport(["all"]))
     made.drafted("all", "ngram", 3)  # the host has heard of it meanwhile
     assert made.scheduled("all", K, K) == ("ngram", 3)
+    made.report(StepReport(["all", "two"], without=["two"]))  # two has lapsed
+    assert made.scheduled("all", K, K) == ("ngram", K)
+    assert made.scheduled("two", K, K)[1] == 0
     made.report(report(("all", 1)))
     assert not made.on_device
 

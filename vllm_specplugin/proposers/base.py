@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vllm_specplugin.config import SpecConfig
+    from vllm_specplugin.guard import Guard
 
 
 class ProposerOptions(BaseModel):
@@ -53,6 +54,11 @@ class Proposer(ABC, Generic[OptionsT]):
     def on_host_only(self) -> bool:
         """It asks nothing of the target's device: then it runs in a thread, so that no step waits for it longer than it may."""
         return self.capabilities.on_host_only
+
+    @property
+    def guards(self) -> Mapping[str, Guard]:
+        """The guards of its parts by their names, for a proposer that is made of others; their faults are shown in the metrics."""
+        return {}
 
     @classmethod
     def capabilities_for(cls, config: SpecConfig, options: OptionsT) -> Capabilities:

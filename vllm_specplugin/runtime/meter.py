@@ -19,7 +19,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_specplugin.control.uniform import NoPass
 from vllm_specplugin.counts import StepReport
 from vllm_specplugin.guard import CheckedDrafts, Guard
-from vllm_specplugin.proposers.hybrid import HybridProposer
 
 if TYPE_CHECKING:
     from vllm_specplugin.runtime.core import Runtime
@@ -37,9 +36,7 @@ class Meter:
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._runtime = runtime
-        proposer = runtime.guard.proposer
-        parts = proposer.guards if isinstance(proposer, HybridProposer) else {}
-        self._guards: dict[str, Guard] = {runtime.guard.name: runtime.guard, **parts}
+        self._guards: dict[str, Guard] = {runtime.guard.name: runtime.guard, **runtime.guard.proposer.guards}
         self._clock = _Clock(device)
         self._step = StepReport()
         self._pass_began: Any = None
