@@ -55,8 +55,7 @@ LENGTH_RATE = 0.1
 """Weight of the newest run in the mean number of drafts."""
 
 PAUSED_BELOW, DRAFTING_ABOVE = 0.1, 0.5
-"""Mean drafts per request at which drafting is said to be paused, and to go on: words for those who watch, nothing more."""
-
+"""Mean drafts per request at which drafting is said to be paused, and to go on; while paused the drafter may be left out."""
 
 TRIAL_MEMORY = 48.0
 """Tests of a position that older ones count for when a drafter that was left out is tried: on few requests, and perhaps of other
@@ -265,25 +264,25 @@ class UniformControl:
 
     def _decide(self, requests: int, begins: bool) -> int:
         """The level, as a place in `levels`, of the next run of steps with so many requests."""
-        seconds = self.costs.seconds(requests)  # [levels]
-        plain = seconds.copy()
+        seconds = self.costs.seconds(requests)  # [levels], with the drafter's pass at level 0
+        left_out = seconds.copy()  # without it
         if self._can_skip:
-            plain[0] -= min(self._spared.seconds(requests), MOST_SPARED * float(seconds[0]))
+            left_out[0] -= min(self._spared.seconds(requests), MOST_SPARED * float(seconds[0]))
         gains = np.concatenate([[0.0], self.acceptance().cumprod().cumsum()])[self.levels]  # tokens per request
-        rates = (1 + gains) / plain  # what would be, had nobody lapsed
+        rates = (1 + gains) / left_out  # what would be, had nobody lapsed
         best = int(rates.argmax())
         if rates[best] >= rates[self._chosen] * (1 + MARGIN):
             self._chosen = best
         self._runs += 1
         self._gain = float(rates[self._chosen] / rates[0]) - 1
         self._length += LENGTH_RATE * (float(self.levels[self._chosen]) - self._length)
-        self._watch(requests, plain)
-        if not self.skips:
-            plain = seconds
-        rates = (1 + self._whole * gains) / plain
+        self._watch(requests, left_out)
+
+        seconds = left_out if self.skips else seconds
+        rates = (1 + self._whole * gains) / seconds
         usual = int(rates.argmax()) if self._chosen and self._whole < 1 else self._chosen
-        self._usual = float(plain[usual])
-        level = self._level_to_try(usual, plain, rates, begins)
+        self._usual = float(seconds[usual])
+        level = self._level_to_try(usual, seconds, rates, begins)
         self._tries = level != usual and not self.skips
         self._tried[level] = self._runs
         self._tries_of[level] += 1
