@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FIRST_DRAFTS = 200
-"""Verified drafts of a proposer after which it is first looked at: soon, since wrong heads are wrong from the start."""
+"""Judged drafts of a proposer after which it is first looked at: soon, since wrong heads are wrong from the start."""
 
 LATER_DRAFTS = 5_000
 """The same from then on: traffic changes, but one odd request is no reason for an alarm."""
@@ -28,6 +28,8 @@ class _Window:
     accepted: int = 0
     heat: float = 0.0
     """Sum of the temperatures over the drafts."""
+    verified: bool = True
+    """All of it was verified by the target; else control has held drafts against the answers."""
     wanted: int = FIRST_DRAFTS
 
 
@@ -41,10 +43,18 @@ class Alarm:
 
     def saw(self, source: str, drafts: int, accepted: int, temperature: float) -> None:
         """A pass verified a proposer's drafts."""
+        self._note(source, 1, drafts, accepted, temperature)
+
+    def heard(self, source: str, passes: int, drafts: int, right: int, temperature: float) -> None:
+        """Control has held drafts for so many passes against the answers, whether they were verified or not."""
+        self._note(source, passes, drafts, right, temperature)
+        self._windows[source].verified = False
+
+    def _note(self, source: str, passes: int, drafts: int, accepted: int, temperature: float) -> None:
         window = self._windows.get(source)
         if window is None:
             window = self._windows[source] = _Window()
-        window.passes += 1
+        window.passes += passes
         window.drafts += drafts
         window.accepted += accepted
         window.heat += temperature * drafts
@@ -68,11 +78,16 @@ class Alarm:
             if self._adaptive
             else "'control': 'adaptive' leaves off drafting where it does not pay; or drop 'proposer' from --speculative-config."
         )
-        return (
-            f"Drafting does not pay: the target accepted {accepted} of {drafts} drafts by {source!r} ({accepted / drafts:.1%}), "
-            f"in {passes} passes over them, so that such a pass gave {1 + accepted / passes:.2f} tokens and cost more than plain "
-            f"decoding. Likely causes: {'; '.join(self._causes(source, window))}. {remedy} Said once."
+        tokens = 1 + accepted / passes
+        found = (
+            f"the target accepted {accepted} of {drafts} drafts by {source!r} ({accepted / drafts:.1%}), in {passes} passes over "
+            f"them, so that such a pass gave {tokens:.2f} tokens and cost more than plain decoding"
+            if window.verified
+            else f"{accepted} of {drafts} drafts by {source!r} agreed with the answers ({accepted / drafts:.1%}), so that a pass "
+            f"over them would have given {tokens:.2f} tokens and cost more than plain decoding"
         )
+        causes = "; ".join(self._causes(source, window))
+        return f"Drafting does not pay: {found}. Likely causes: {causes}. {remedy} Said once."
 
     def _causes(self, source: str, window: _Window) -> list[str]:
         mean = window.heat / window.drafts

@@ -65,6 +65,14 @@ class SpecConfig(BaseModel):
         """Whether draft lengths follow what pays."""
         return self.control == "adaptive" if self.control is not None else self.num_speculative_tokens is None
 
+    def control_in_words(self, adaptive: bool) -> str:
+        """What sets draft lengths in an engine, and why not what does by default; `adaptive` says whether control really does."""
+        if adaptive:
+            return "adaptive"
+        if self.control is None and self.num_speculative_tokens is not None:
+            return "fixed, since num_speculative_tokens is given ('control': 'adaptive' drafts up to as many where it pays)"
+        return "fixed"
+
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> SpecConfig:
         """Read the mapping that a user wrote.

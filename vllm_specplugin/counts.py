@@ -51,10 +51,13 @@ class StepReport:
     """Control has left off drafting, but for a try now and then."""
     drafting_seconds: list[float] = field(default_factory=list)
     """How long steps took to draft, of those that are measured by now."""
-    first_pass_seconds: list[float] = field(default_factory=list)
-    """The same of those steps in which the host's drafter made the pass that it makes anyhow, and drafted nothing."""
+    first_passes: list[tuple[int, float]] = field(default_factory=list)
+    """Requests and seconds of those of these steps without a prompt in which the host's drafter only made the pass that it makes
+    anyhow, and drafted nothing."""
     verification_seconds: list[float] = field(default_factory=list)
     """How long passes over drafts took, likewise."""
+    judged: dict[str, tuple[int, int, int]] | None = None
+    """What control held against the answers, verified or not, by source (see `Acceptance.take`); None where it does not."""
     pass_seconds: dict[int, float] | None = None
     """What passes of the target took at start-up, by rows; in the first report, where control is not the worker's."""
     faults: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -131,6 +134,8 @@ class Counts:
         """Somebody asks for totals (`take`), and not only for the counts of requests."""
         self.on_device = False
         """Only the device knows how many drafts there are for the next pass."""
+        self._judged_by_control = False
+        """Control judges drafts that are not verified, too: the alarm hears of those, and not of the verified ones again."""
         self._requests: dict[str, _Request] = {}
         self._lengths: dict[str, dict[str, list[int]]] = {}
         """Source -> state -> `[k + 2]`: how many passes had so many tokens in that state."""
@@ -210,7 +215,8 @@ class Counts:
         part.verified += verified
         part.accepted += accepted
         part.emitted += emitted
-        self.alarm.saw(source, verified, accepted, request.temperature)
+        if not self._judged_by_control:
+            self.alarm.saw(source, verified, accepted, request.temperature)
         if self._totals:
             lengths = self._of(source)
             lengths["verified"][verified] += 1
@@ -220,14 +226,17 @@ class Counts:
     def report(self, report: StepReport) -> None:
         """What the worker says of the step: drafts for the next pass, and how the last ones fared."""
         self.on_device = bool(report.request_ids) and report.lengths is None
+        without = frozenset(report.without)
         for place, request_id in enumerate(report.request_ids):
             if report.lengths is None:
                 request = self._requests.get(request_id)
                 if request is not None:
-                    request.drafts = 0 if request_id in report.without else ON_DEVICE
+                    request.drafts = 0 if request_id in without else ON_DEVICE
             else:
                 source = self.proposer if report.sources is None else report.sources[place]
                 self.drafted(request_id, source, report.lengths[place])
+        if report.judged is not None:
+            self._hear(report.request_ids, report.judged)
         if self._totals:
             for name in ("drafting_seconds", "verification_seconds"):
                 self._steps.setdefault(name, []).extend(getattr(report, name))
@@ -238,6 +247,14 @@ class Counts:
                         known[kind] = known.get(kind, 0) + number
             if report.draft_length is not None:
                 self._steps |= {"draft_length": report.draft_length, "paused": report.paused}
+
+    def _hear(self, request_ids: Sequence[str], judged: Mapping[str, tuple[int, int, int]]) -> None:
+        """Tell the alarm what control has judged in a step with these requests."""
+        self._judged_by_control = True
+        known = [request.temperature for name in request_ids if (request := self._requests.get(name)) is not None]
+        temperature = sum(known) / len(known) if known else 0.0
+        for source, (chains, drafts, right) in judged.items():
+            self.alarm.heard(source, chains, drafts, right, temperature)
 
     def drafted(self, request_id: str, source: str, drafts: int) -> None:
         """A request was given drafts for its next pass."""

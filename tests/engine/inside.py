@@ -301,6 +301,47 @@ def change_costs(llm: Any, sizes: list[int], seconds: list[float], asking: float
     controller._asking = controller._resuming = SimpleNamespace(seconds=lambda requests: asking, observe=lambda *_: None)
 
 
+def costs_in_turns(llm: Any, costs: list[tuple[list[int], list[float]]], asking: float, steps: int) -> None:
+    """`pretend_costs`, but every so many steps the next of these, and after the last one the first again."""
+    from itertools import count
+
+    pretend_costs(llm, *costs[0], asking)
+    controller, taken = runtime(llm).controller, count()
+    begin = controller.begin
+
+    def begun(*args: Any) -> None:
+        turn, step = divmod(next(taken), steps)
+        if step == 0:
+            change_costs(llm, *costs[turn % len(costs)], asking)
+        begin(*args)
+
+    controller.begin = begun
+
+
+def choose_by_what_was_drawn(llm: Any) -> None:
+    """From now on a row's drafts end before the first one that is an odd number, which no lossless control may do."""
+    controller = runtime(llm).controller
+    stock = controller.lengths
+
+    def lengths(request_ids: Any, token_ids: Any, *args: Any, **named: Any) -> Any:
+        even = (token_ids % 2 == 0).cumprod(axis=1).sum(axis=1)
+        return stock(request_ids, token_ids, *args, **named).clip(max=even)
+
+    controller.lengths = lengths
+
+
+def take_drafts_for_uniform(llm: Any) -> None:
+    """From now on drafts that were drawn by chance are verified as if each token had been as probable as any other."""
+    drafted = runtime(llm).drafted
+    stock = drafted.stacked
+
+    def stacked(*args: Any) -> Any:
+        probabilities = stock(*args)
+        return None if probabilities is None else probabilities.new_full(probabilities.shape, 1 / probabilities.shape[-1])
+
+    drafted.stacked = stacked
+
+
 def control(llm: Any) -> Any:
     """Where control is at; None where draft lengths are fixed."""
     controller = runtime(llm).controller
@@ -331,7 +372,7 @@ def plan_by(llm: Any, sizes: list[int], seconds: list[float]) -> None:
 def leave_drafter_out(llm: Any) -> None:
     """As control does once drafting has not paid for long: until it is thought to pay again."""
     planned = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control
-    planned._paused, planned._length = True, 0.0
+    planned._paused, planned._length, planned._chosen = True, 0.0, 0
 
 
 def drafted_for(llm: Any) -> dict[str, int]:

@@ -51,6 +51,7 @@ def facts(llm: Any) -> dict[str, Any]:
         "host": host,
         "verifier": runtime.resolved.verifier_name,
         "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+        "control": "fixed" if runtime.controller is None else "adaptive",
     }
 
 
@@ -83,6 +84,7 @@ def test_it_says_what_the_engine_does(runner: str, tiny_model: Path, request: py
     assert said["method"]["num_speculative_tokens"] == host["num_speculative_tokens"]
     assert said["method"]["verifier"] == truth["verifier"]
     assert said["method"]["async_scheduling"] == truth["async_scheduling"]
+    assert said["method"]["control"] == truth["control"] == "adaptive"
 
 
 def test_the_text_on_a_machine_where_nothing_is_set(tiny_model: Path) -> None:
@@ -94,7 +96,7 @@ def test_the_text_on_a_machine_where_nothing_is_set(tiny_model: Path) -> None:
     assert lines[-1].endswith("Speculation will run.")
     (runner,) = (line for line in lines if line.startswith("Model runner"))
     assert "V1: V2 needs Triton" in runner
-    for words in ("ngram", "one_hot", "synchronous", "draft weights", "index"):
+    for words in ("ngram", "one_hot", "synchronous", "draft weights", "index", "adaptive"):
         assert words in done.stdout
 
 

@@ -193,7 +193,7 @@ def test_metrics_count_what_was_drafted_and_accepted(server: VllmServer, client:
     new = {name: after[name] - before.get(name, 0.0) for name in ("drafts", "draft_tokens", "accepted_tokens")}
     assert new["drafts"] > 0
     assert 0 < new["accepted_tokens"] <= new["draft_tokens"] <= CONFIG["num_speculative_tokens"] * new["drafts"]
-    assert "proposer=hybrid, k=5, verifier=one_hot, model runner V1" in server.log()
+    assert "proposer=hybrid, k=5, verifier=one_hot, model runner V1, control fixed, since" in server.log()
 
 
 def test_the_plugins_metrics_and_what_an_answer_says(server: VllmServer, client: openai.OpenAI) -> None:

@@ -152,6 +152,8 @@ def test_a_draft_that_is_not_verified_is_held_against_what_follows() -> None:
     assert judged.tests == (3, 2)  # right, right, wrong; the fourth will never be known
     judged.commit(8)
     assert judged.tests == (3, 2)
+    assert judged.acceptance.take() == {"p": (1, 3, 2)}  # one chain of drafts, for the alarm
+    assert judged.acceptance.take() == {}
 
 
 def test_nothing_is_known_of_a_draft_past_the_first_that_is_wrong() -> None:

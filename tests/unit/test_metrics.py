@@ -317,6 +317,21 @@ def test_the_causes_fit_the_proposer_and_the_requests() -> None:
     assert "trained" not in of_history
 
 
+def test_drafts_that_control_withholds_are_judged_too() -> None:
+    """By what the answers were; and those that are verified as well are not counted twice."""
+    made = counts(a=None)
+    made.report(report(("a", K), judged={"ngram": (3, 4, 1)}))
+    one_pass(made, "a", K, generated=1, emitted=1)
+    assert made.alarm.due() == []
+    for _ in range(FIRST_DRAFTS // 2):
+        made.report(report(("a", 0), judged={"ngram": (2, 2, 0)}))
+    (line,) = made.alarm.due()
+    assert f"1 of {4 + FIRST_DRAFTS} drafts by 'ngram' agreed with the answers" in line
+    assert "would have given 1.00 tokens" in line
+    made.report(report(("stranger", 0), judged={}))
+    assert made.alarm.due() == []
+
+
 # -- what is exported, documented and plotted ------------------------------------------------------------------
 
 

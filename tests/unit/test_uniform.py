@@ -81,9 +81,9 @@ class Ahead:
         if skipped:
             self._lapsed.update(ids)
         if isinstance(self.control, UniformControl):
+            self.control.judged(np.full(whole.sum(), verified), accepted[whole])
             self.control.over(ids, requests * verified, decoding=True)
             assert [not self.control.has_lapsed(name) for name in ids] == [name not in self._lapsed for name in ids]
-            self.control.judged(np.full(whole.sum(), verified), accepted[whole])
             if level == 0 and not skipped:
                 self.control.passed(requests, one_pass)
 
@@ -288,12 +288,30 @@ def test_drafting_comes_back_with_requests_that_begin() -> None:
 
 def test_those_who_lapsed_are_forgotten() -> None:
     control = UniformControl("pretended", 2, 8, can_skip=True)
-    control._paused, control._chosen, control._level, control._left = True, 0, 0, 100
+    control._paused, control._length, control._chosen, control._level, control._left = True, 0.0, 0, 0, 100
     assert isinstance(control.plan(2), NoPass)
     control.over(["a", "b"], 0, decoding=True)
     assert [control.has_lapsed(name) for name in "abc"] == [True, True, False]
     control.forget(["a", "c"])
     assert [control.has_lapsed(name) for name in "abc"] == [False, True, False]
+
+
+def test_no_pass_is_made_for_those_alone_who_lapsed() -> None:
+    """Drafting is thought to pay again, but all that run lived through a step without the drafter; until one begins."""
+    control = UniformControl("pretended", 1, 8, can_skip=True)
+    control._tries_of[:] = 10
+    control.costs.seconds = lambda requests: np.array([1.0, 1.1])  # type: ignore[method-assign]
+    control._paused, control._length, control._chosen, control._level, control._left = True, 0.0, 0, 0, 1
+    assert isinstance(control.plan(2), NoPass)
+    control.over(["a", "b"], 0, decoding=True)
+    control.judged(np.full(500, 1), np.full(500, 1))
+    assert isinstance(control.plan(2), NoPass)
+    assert not control.skips
+    control.over(["a", "b"], 0, decoding=True)
+    assert not isinstance(control.plan(3, begins=True), NoPass)
+    assert not isinstance(control.plan(3), NoPass)  # the outcome of the one before is not known yet
+    control.over(["a", "b", "c"], 0, decoding=False)
+    assert [control.has_lapsed(name) for name in "abc"] == [True, True, False]
 
 
 def test_no_pass_travels_to_the_workers() -> None:

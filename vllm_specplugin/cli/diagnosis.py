@@ -56,6 +56,12 @@ class Diagnosis:
         """The seams that are not there. Any of them stops a start that names a proposer, whatever the runner."""
         return [finding for finding in self.findings if finding.missing]
 
+    @property
+    def adaptive(self) -> bool:
+        """Whether control sets draft lengths, as far as is known."""
+        scheduled_ahead = self.engine is not None and self.engine.async_scheduling and not self.engine.plans_ahead
+        return self.resolved is not None and self.resolved.config.adaptive and not scheduled_ahead
+
     def dump(self) -> dict[str, Any]:
         """For JSON."""
         engine, host = self.engine, self.engine.host if self.engine else None
@@ -97,6 +103,7 @@ class Diagnosis:
             "lossless": resolved.verifier.lossless,
             "verifier_why": resolved.verifier_why(),
             "draft_sampling": resolved.config.draft_sampling,
+            "control": "adaptive" if self.adaptive else "fixed",
             "options": resolved.options.model_dump(mode="json"),
             "async_scheduling": engine.async_scheduling if engine else None,
             "scheduling_why": engine.scheduling_why if engine else "",

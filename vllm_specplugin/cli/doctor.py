@@ -131,6 +131,7 @@ def _method_rows(found: Diagnosis) -> Rows:
     rows: Rows = [
         ("Proposer", Text(f"{config.proposer}, {resolved.proposer.__module__}:{resolved.proposer.__qualname__}")),
         ("Drafts", Text(f"up to {resolved.num_speculative_tokens} tokens per step{where}, {config.draft_sampling}")),
+        ("Control", Text(config.control_in_words(found.adaptive))),
         *([("Options", Text(options))] if options else []),
         ("Verifier", Text(f"{resolved.verifier_name}, {resolved.verifier_why()}")),
     ]

@@ -47,6 +47,8 @@ class Acceptance:
         self._accepted = np.zeros_like(self._tests)
         self._rates = np.zeros_like(self._tests)
         """`[sources, streaks, columns]`: by kind of draft, older tests faded."""
+        self._tally = np.zeros((0, 3), dtype=np.int64)
+        """`[sources, 3]`: chains, drafts and right drafts that were judged since `take`."""
         self._slots: dict[str, int] = {}
         self._free = list(range(most_requests))
         self._of_request = np.zeros((most_requests, 3))
@@ -115,6 +117,7 @@ class Acceptance:
             self._streaks,
             self._of_request,
             (self._tests.ravel(), self._accepted.ravel(), self._rates.ravel()),
+            self._tally,
             0.5 ** (1 / WINDOW),
             0.5 ** (1 / REQUEST_WINDOW),
         )
@@ -162,6 +165,7 @@ class Acceptance:
             self._sources[new] = len(self._sources)
             more = np.zeros((1, *self._tests.shape[1:]))
             self._tests, self._accepted = np.concatenate([self._tests, more]), np.concatenate([self._accepted, more])
+            self._tally = np.concatenate([self._tally, np.zeros((1, 3), dtype=np.int64)])
             self._rates = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS)
         source = np.fromiter((self._sources[name] for name in sources), dtype=np.int64, count=len(sources))
         first = (source * (len(STREAKS) + 1) + STREAKS.searchsorted(self._streaks[slots], side="right")) * self._columns
@@ -172,6 +176,12 @@ class Acceptance:
     def estimate(self, slots: NDArray[np.int64], cells: NDArray[np.int64]) -> NDArray[np.float64]:
         """`[rows, k]`: how probably each draft is accepted once those before it are."""
         return kernels.estimate(slots, cells, self._rates.ravel(), self._of_request, LEAN, HIGHEST)
+
+    def take(self) -> dict[str, tuple[int, int, int]]:
+        """What was judged since the last call, by source: rows whose first draft was, all drafts, and those that were right."""
+        taken = {name: self._tally[index].tolist() for name, index in self._sources.items()}
+        self._tally[:] = 0
+        return {name: (chains, judged, right) for name, (chains, judged, right) in taken.items() if judged}
 
     def rate(self) -> float:
         """What part of the last drafts was right, of all that were decided."""

@@ -19,6 +19,9 @@ Flags = NDArray[np.bool_]
 # Columns of `of_request[slot]`: tests, how many were accepted, how many would have been by the estimates for all requests.
 TESTS, ACCEPTED, FORESEEN = range(3)
 
+# Columns of `tally[source]`: first drafts that were judged, all drafts that were, and how many of those were right.
+CHAINS, JUDGED, RIGHT = range(3)
+
 
 @kernel
 def judge(
@@ -30,6 +33,7 @@ def judge(
     streaks: Ints,
     of_request: Floats,
     table: tuple[Floats, Floats, Floats],
+    tally: Ints,
     fade: float,
     request_fade: float,
 ) -> None:
@@ -44,11 +48,13 @@ def judge(
         streaks: `[slots]`.
         of_request: `[slots, 3]`.
         table: tests, accepted and estimates of all cells, flat.
+        tally: `[sources, 3]`.
         fade: what a test leaves of those before it in its cell.
         request_fade: the same in its request.
     """
     ids, cells, lengths, decided, by_chance = drafts
     tests, accepted, estimates = table
+    of_source = max(len(tests) // max(len(tally), 1), 1)
     for row in range(len(slots)):
         slot = slots[row]
         count = offsets[row + 1] - offsets[row]
@@ -69,6 +75,10 @@ def judge(
             of_request[slot, TESTS] += 1
             of_request[slot, ACCEPTED] += hit
             of_request[slot, FORESEEN] += estimates[cell]
+            source = cell // of_source
+            tally[source, CHAINS] += begun + place == 0
+            tally[source, JUDGED] += 1
+            tally[source, RIGHT] += hit
             if not hit:
                 refused = True
                 break

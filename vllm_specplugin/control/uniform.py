@@ -77,6 +77,8 @@ class _Planned:
     level: int
     skipped: bool
     """The drafter is left out."""
+    begins: bool
+    """A request begins with it."""
 
 
 def levels_of(k: int) -> list[int]:
@@ -174,7 +176,7 @@ class UniformControl:
     @property
     def skips(self) -> bool:
         """Whether the drafter is left out of steps without drafts now."""
-        return self._can_skip and self._paused and self._chosen == 0
+        return self._can_skip and self._paused and self._chosen == 0 and self._length < PAUSED_BELOW
 
     def plan(self, requests: int, begins: bool = False) -> int:
         """A step is being planned: how many drafts each request gets in it, or `NoPass`.
@@ -194,10 +196,14 @@ class UniformControl:
             self._left = self._run_length() if self._level else RUN
         self._left -= 1
         self._steps_in_regime += 1
-        skipped = self._level == 0 and self.skips
-        self._ahead.append(_Planned(self._clock(), self._level, skipped))
+        skipped = self._level == 0 and (self.skips or self._is_of_no_use(begins))
+        self._ahead.append(_Planned(self._clock(), self._level, skipped, begins))
         drafts = int(self.levels[self._level])
         return NoPass(drafts) if skipped else drafts
+
+    def _is_of_no_use(self, begins: bool) -> bool:
+        """Whether the drafter's pass would be for requests alone that have lapsed."""
+        return self._can_skip and self._whole == 0 and not begins and not any(planned.begins for planned in self._ahead)
 
     def _run_length(self) -> int:
         """Steps of a run: those who begin must also have been drafted for by then."""

@@ -52,6 +52,7 @@ class Runtime:
         self._data_parallel = vllm_config.parallel_config.data_parallel_size > 1
         self.host = replace(host, layers=VllmLayers(device, eager), encode=encoder(vllm_config.model_config))
         self._model_config = vllm_config.model_config
+        self._plans_ahead = spec.plans_ahead
         proposer = self.resolved.proposer(self.host, self.resolved.options)
         self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
         self.verifier = self.resolved.verifier()
@@ -108,11 +109,12 @@ class Runtime:
         if self.controller is not None:
             self.controller.compile()
         logger.info(
-            "Speculative decoding by vllm-specplugin: proposer=%s, k=%d, verifier=%s, model runner %s.",
+            "Speculative decoding by vllm-specplugin: proposer=%s, k=%d, verifier=%s, model runner %s, control %s.",
             self.resolved.config.proposer,
             self.k,
             self.resolved.verifier_name,
             self.host.runner.upper(),
+            self.resolved.config.control_in_words(self.controller is not None or self._plans_ahead),
         )
         if not self.resolved.verifier.lossless:
             logger.warning(

@@ -66,11 +66,13 @@ class Meter:
                 self._clock.spent("verification", self._pass_began, began)
                 self._pass_began = None
             drafts = stock_propose(*args, **kwargs)
+            wanted = kwargs.get("num_speculative_tokens")
+            if isinstance(wanted, NoPass):
+                return drafts
             ended = self._clock.now()
             self._clock.spent("drafting", began, ended)
-            wanted = kwargs.get("num_speculative_tokens")
-            if wanted == 0 and not isinstance(wanted, NoPass):
-                self._clock.spent("first pass", began, ended)
+            if wanted == 0 and (requests := self._decoding(args[0])):
+                self._clock.spent("first pass", began, ended, requests)
             return drafts
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -78,6 +80,10 @@ class Meter:
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
         setattr(drafter, propose, timed_propose)
+
+    def _decoding(self, input_batch: Any) -> int:
+        """How many requests one of V2's batches has; 0 if one of them is at its prompt."""
+        return input_batch.num_reqs if input_batch.num_scheduled_tokens.max() <= self._runtime.k + 1 else 0
 
     def drafted(self, request_ids: Sequence[str], drafts: CheckedDrafts | None) -> None:
         """The drafts for the rows `[rows]` of a step; None where only the device knows how many there are."""
@@ -94,6 +100,7 @@ class Meter:
             state = control.state
             step.paused = state.regime == "paused"
             step.draft_length = 0.0 if step.paused else state.drafts_per_request
+            step.judged = control.acceptance.take()
 
     def timed(self, pass_seconds: dict[int, float]) -> None:
         """What passes of the target took at start-up, by rows: for control in the engine core."""
@@ -110,13 +117,11 @@ class Meter:
 
     def _report(self) -> StepReport:
         step, self._step = self._step, StepReport()
-        spans = {
-            "drafting": step.drafting_seconds,
-            "first pass": step.first_pass_seconds,
-            "verification": step.verification_seconds,
-        }
-        for kind, seconds in self._clock.over():
-            spans[kind].append(seconds)
+        for kind, seconds, requests in self._clock.over():
+            if kind == "first pass":
+                step.first_passes.append((requests, seconds))
+            else:
+                (step.drafting_seconds if kind == "drafting" else step.verification_seconds).append(seconds)
         for name, guard in self._guards.items():
             if faults := self._new(f"faults of {name}", guard.faults):
                 step.faults[name] = faults
@@ -136,7 +141,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spans: deque[tuple[str, Any, Any]] = deque()
+        self._spans: deque[tuple[str, Any, Any, int]] = deque()
 
     def now(self) -> Any:
         if not self._cuda:
@@ -145,13 +150,13 @@ class _Clock:
         event.record()
         return event
 
-    def spent(self, kind: str, began: Any, ended: Any) -> None:
-        self._spans.append((kind, began, ended))
+    def spent(self, kind: str, began: Any, ended: Any, requests: int = 0) -> None:
+        self._spans.append((kind, began, ended, requests))
 
-    def over(self) -> list[tuple[str, float]]:
-        """The spans that the device is through with, and their seconds."""
+    def over(self) -> list[tuple[str, float, int]]:
+        """The spans that the device is through with, their seconds, and their requests."""
         done = []
         while self._spans and (not self._cuda or self._spans[0][2].query()):
-            kind, began, ended = self._spans.popleft()
-            done.append((kind, began.elapsed_time(ended) / 1000 if self._cuda else ended - began))
+            kind, began, ended, requests = self._spans.popleft()
+            done.append((kind, began.elapsed_time(ended) / 1000 if self._cuda else ended - began, requests))
         return done

@@ -7,8 +7,6 @@ request gets; the runner, its CUDA graphs and the drafters follow what it says. 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,18 +74,18 @@ class Planner:
         can_skip = capabilities.native is not None and not capabilities.parts
         self.control = UniformControl(spec.plugin["proposer"], spec.num_speculative_tokens, most, can_skip)
         self._scheduler = scheduler
-        self._latest = -math.inf
-        """When the last request arrived of those that were ever scheduled."""
+        self._newest = ""
+        """Who was scheduled for the first time last."""
         self._stock_update = scheduler.update_from_output
         scheduler.dynamic_sd_lookup = self  # type: ignore[assignment]
         scheduler.update_from_output = self.update_from_output  # type: ignore[method-assign]
 
     def __getitem__(self, requests: int) -> int:
         """How many drafts each request gets in a step of so many; asked once for each step that has any."""
-        # Who is scheduled for the first time stands at the end.
-        running = self._scheduler.running
-        arrived = running[-1].arrival_time if running else -math.inf
-        begins, self._latest = arrived > self._latest, max(arrived, self._latest)
+        last = self._scheduler.running[-1] if self._scheduler.running else None
+        begins = False
+        if last is not None and last.num_output_tokens == 0 and last.request_id != self._newest:
+            begins, self._newest = True, last.request_id  # who is scheduled for the first time stands at the end
         return self.control.plan(requests, begins)
 
     def update_from_output(
@@ -95,30 +93,29 @@ class Planner:
     ) -> dict[int, EngineCoreOutputs]:
         """Learn of a step; then as in stock."""
         report = model_runner_output.report if isinstance(model_runner_output, ReportingOutput) else None
+        self.control.forget(scheduler_output.preempted_req_ids or ())  # they begin anew
         if scheduler_output.num_scheduled_tokens:
-            self._learn(scheduler_output, model_runner_output, [] if report is None else report.first_pass_seconds)
+            self._learn(scheduler_output, model_runner_output)
+        self.control.forget(scheduler_output.finished_req_ids)
         if report is not None:
+            for requests, seconds in report.first_passes:
+                self.control.passed(requests, seconds)
             if report.pass_seconds is not None:
                 self.control.calibrate(list(report.pass_seconds), list(report.pass_seconds.values()))
             if report.draft_length is not None:
                 state = self.control.state
-                report.draft_length, report.paused = state.drafts_per_request, state.regime == "paused"
+                report.paused = state.regime == "paused"
+                report.draft_length = 0.0 if report.paused else state.drafts_per_request
         return self._stock_update(scheduler_output, model_runner_output)
 
-    def _learn(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, first_pass_seconds: Sequence[float]
-    ) -> None:
+    def _learn(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> None:
         scheduled, places = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         drafts = {request_id: len(row) for request_id, row in places.items()}
         decoding = all(tokens == 1 + drafts.get(request_id, 0) for request_id, tokens in scheduled.items())
-        self.control.over(list(scheduled), sum(drafts.values()), decoding)
-        self.control.forget(scheduler_output.finished_req_ids)
-        for seconds in first_pass_seconds if decoding else ():
-            self.control.passed(len(scheduled), seconds)
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        if not drafts or not sampled:
-            return
-        judged = [request_id for request_id in drafts if request_id in rows and not self.control.has_lapsed(request_id)]
-        pairs = [(drafts[request_id], len(sampled[rows[request_id]])) for request_id in judged]
-        planned, tokens = np.array([pair for pair in pairs if pair[1]], dtype=np.int64).reshape(-1, 2).T
-        self.control.judged(planned, tokens - 1)
+        if drafts and sampled:  # made before the drafter was left out, if it is in this step
+            judged = [request_id for request_id in drafts if request_id in rows and not self.control.has_lapsed(request_id)]
+            pairs = [(drafts[request_id], len(sampled[rows[request_id]])) for request_id in judged]
+            planned, tokens = np.array([pair for pair in pairs if pair[1]], dtype=np.int64).reshape(-1, 2).T
+            self.control.judged(planned, tokens - 1)
+        self.control.over(list(scheduled), sum(drafts.values()), decoding)

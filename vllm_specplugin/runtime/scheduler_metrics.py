@@ -55,7 +55,7 @@ class _Hooks:
 
     def __init__(self, scheduler: Scheduler, spec: PluginSpeculativeConfig) -> None:
         config = SpecConfig.parse(spec.plugin)
-        is_adaptive = config.adaptive and not scheduler.vllm_config.scheduler_config.async_scheduling  # which fixes lengths
+        is_adaptive = config.adaptive and (spec.plans_ahead or not scheduler.vllm_config.scheduler_config.async_scheduling)
         alarm = Alarm(_is_learned, adaptive=is_adaptive)
         self.scheduler = scheduler
         self.counts = Counts(config.proposer, spec.num_speculative_tokens, alarm, totals=scheduler.log_stats)
