@@ -330,8 +330,8 @@ The tokens are passages of 8 to 63, by turns new (Zipf's law over {vocab:,} ids)
 suffixes occur before and some do not. Stock searches all known tokens in each step. Ours looks up what was committed; the last
 column is what a request costs once, when it is first drafted for, and growing an index is part of the times.
 
-*Behind the guard* is what a step of an engine pays: drafting in a thread of its own, with every check. The ratios leave it out; with
-it, a single request of 2,048 tokens costs more than stock's scan, and everything larger less.
+*Behind the guard* is what a step of an engine pays: drafting in a thread of its own, with every check. The ratios leave it out;
+with it, a single request of 2,048 tokens costs more than stock's scan, and everything larger less.
 
 **Same drafts?** Both look for the longest suffix that occurs earlier, so both draft for the same rows (checked in every step).
 Where that suffix occurs more than once, stock continues its *earliest* occurrence and ours its *latest*; and where the

@@ -309,8 +309,8 @@ manual, which repeats little; tokens by chance. Text is tokenised as by the demo
 as it matched (a factor of 1.0), along one path that a fixed threshold on counts prunes. Here each token is the better forecast
 of two trees, and each forecast's odds are measured as they come true, so that a good one is followed for all of k and a bad one
 is not followed at all: on random tokens nothing is drafted. `min_token_prob` trades drafts that are refused for tokens per pass:
-at {cautious} tool calls and code edits still give more tokens per pass than the package, of drafts that are refused no more often; new
-prose gives fewer.
+at {cautious} tool calls and code edits still give more tokens per pass than the package, of drafts that are refused no more
+often; new prose gives fewer.
 
 **Time.** At a batch of 1 about 10 us of a step are the same whatever it holds: Python, and calling compiled code. So where
 there is nothing to draft the package takes a few microseconds less there, and the mean of short requests, each of which needs a
