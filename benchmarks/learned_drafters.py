@@ -4,8 +4,9 @@
                                           [--k medusa=4 ...] [--repeat N] [--max-tokens N] [--markdown FILE] [--json FILE]
 
 Each drafter's engine and a plain one answer the demo's eight prompts in turns, one request at a time, at temperature 0 and 1;
-no prompt is among those that heads are trained on by `examples/learned_drafters`. Speed is the ratio of medians over the
-repetitions of a prompt; acceptance length is tokens per target pass after the first token, bonus token included.
+no prompt is among those that heads are trained on by `examples/learned_drafters`. Acceptance length is tokens per target pass
+after the first token, bonus token included. Speeds are tokens per second after the first token, plain and with drafts, by the
+medians over the repetitions of a prompt; behind them stands their ratio.
 """
 
 from __future__ import annotations
@@ -44,11 +45,16 @@ class Cell:
     temperature: float
     length: float
     """Tokens per target pass, bonus included."""
-    speed_up: float
-    """Tokens per second over plain decoding's."""
     plain_per_second: float
+    """Tokens of plain decoding per second; prompts count alike."""
+    per_second: float
+    """The same with drafts."""
     same: str
     """How many greedy answers are plain decoding's, token for token."""
+
+    @property
+    def speed_up(self) -> float:
+        return self.per_second / self.plain_per_second
 
 
 def measure(
@@ -96,8 +102,8 @@ def cell(drafter: str, kind: str, temperature: float, pairs: Sequence[tuple[list
         kind=kind,
         temperature=temperature,
         length=sum(len(r.token_ids) - 1 for r in drafted) / sum(r.passes for r in drafted),
-        speed_up=plain / ours,
         plain_per_second=1 / plain,
+        per_second=1 / ours,
         same=f"{same} of {len(pairs)}" if temperature == 0 else "",
     )
 
@@ -127,13 +133,13 @@ def drafters(options: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]
 
 def table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows: a row per drafter and kind."""
-    headings = ["drafter", "prompts", "length T=0", "length T=1", "speed T=0", "speed T=1", "same answers"]
+    headings = ["drafter", "prompts", "length T=0", "length T=1", "tokens/s T=0", "tokens/s T=1", "same answers"]
     rows = []
     for drafter, kind in dict.fromkeys((c.drafter, c.kind) for c in cells):
         greedy, sampled = (
             next(c for c in cells if (c.drafter, c.kind, c.temperature) == (drafter, kind, t)) for t in TEMPERATURES
         )
-        speeds = [f"{c.speed_up:.2f}x" for c in (greedy, sampled)]
+        speeds = [f"{c.plain_per_second:.1f} -> {c.per_second:.1f} ({c.speed_up:.2f}x)" for c in (greedy, sampled)]
         rows.append([drafter, kind, f"{greedy.length:.2f}", f"{sampled.length:.2f}", *speeds, greedy.same])
     return headings, rows
 
@@ -180,7 +186,8 @@ def main() -> None:
     if options.markdown:
         options.markdown.write_text(markdown(cells), encoding="utf-8")
     if options.json:
-        options.json.write_text(json.dumps([asdict(c) for c in cells], indent=1) + "\n", encoding="utf-8")
+        measured = [asdict(c) | {"speed_up": c.speed_up} for c in cells]
+        options.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

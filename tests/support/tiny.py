@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,23 @@ def tiny_model(cache: str | os.PathLike[str] | None = None, **recipe: float) -> 
             write_tokenizer(fresh, wanted)
 
     return make_once(folder, fill)
+
+
+def forgetful_model(cache: str | os.PathLike[str] | None = None, **recipe: float) -> Path:
+    """The same model, but each of its tokens depends on the one before it alone: a greedy text soon goes in a circle."""
+    whole = tiny_model(cache, **recipe)
+
+    def fill(fresh: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        shutil.copytree(whole, fresh, dirs_exist_ok=True)
+        tensors = load_file(fresh / "model.safetensors")
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):  # what a layer adds to the embedding
+                tensor.zero_()
+        save_file(tensors, fresh / "model.safetensors", metadata={"format": "pt"})
+
+    return make_once(whole.with_name(f"forgetful-{whole.name}"), fill)
 
 
 def config_of(recipe: Recipe, **more: Any) -> dict[str, Any]:

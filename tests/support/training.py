@@ -12,7 +12,7 @@ import torch
 from tests.support import tiny
 from vllm_specplugin.train.batch import TokenSource
 from vllm_specplugin.train.data import Example
-from vllm_specplugin.train.options import MedusaOptions
+from vllm_specplugin.train.options import MedusaOptions, OptionsT
 from vllm_specplugin.train.progress import Screen
 from vllm_specplugin.train.states import token_source
 
@@ -55,8 +55,8 @@ def target(layers: int = LAYERS) -> Path:
     return tiny.tiny_model(vocab_size=VOCAB_SIZE, layers=layers)
 
 
-def medusa_options(folder: Path, **more: Any) -> MedusaOptions:
-    """A run of seconds in float32, its data and cache below `folder`."""
+def run_options(kind: type[OptionsT], folder: Path, **more: Any) -> OptionsT:
+    """Options of a run of seconds in float32, its data and cache below `folder`."""
     data = folder / "data.jsonl"
     if not data.exists():
         write_data(data)
@@ -68,12 +68,16 @@ def medusa_options(folder: Path, **more: Any) -> MedusaOptions:
         "steps": 40,
         "batch_tokens": 512,
         "lr": 2e-2,
-        "num_heads": 3,
         "dtype": "float32",
         "evaluations": 2,
         **more,
     }
-    return MedusaOptions(**said)
+    return kind(**said)
+
+
+def medusa_options(folder: Path, **more: Any) -> MedusaOptions:
+    """The same for three Medusa heads."""
+    return run_options(MedusaOptions, folder, **{"num_heads": 3, **more})
 
 
 def silent() -> Screen:

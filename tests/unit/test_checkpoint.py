@@ -303,8 +303,17 @@ def test_a_model_whose_weights_only_the_engine_can_read(tmp_path: Path) -> None:
 def test_what_is_of_no_known_family(tmp_path: Path) -> None:
     safetensors(tmp_path, {"encoder.weight": torch.zeros(2, 2)})
     assert "its tensors (encoder.weight, ...) are neither Medusa, EAGLE, EAGLE-3 or MTP heads" in refused(tmp_path)
-    config_json(tmp_path, speculators_model_type="dflash")
-    assert "a speculator of the kind 'dflash', which no proposer here serves" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "peagle", "dflash", "eagle4", None])
+def test_speculators_of_a_kind_that_is_not_served(tmp_path: Path, kind: str | None) -> None:
+    """Whatever their tensors: of EAGLE heads and MTP layers vLLM reads other layouts."""
+    tensors, config, _ = FAMILIES["speculators' eagle3"]
+    config_json(safetensors(tmp_path, tensors), **{**config, "speculators_model_type": kind})
+    assert refused(tmp_path) == (
+        f"'model' is '{tmp_path}': a speculator of the kind {kind!r}, which no proposer here serves; in the format of "
+        "`speculators` only the kind 'eagle3' is served."
+    )
 
 
 # -- what does not fit (case 12) ---------------------------------------------------------------------------

@@ -13,7 +13,9 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from vllm_specplugin.cli.evaluate import drafting_config
+from tests.support import training
+from vllm_specplugin.cli import evaluate as command
+from vllm_specplugin.cli.evaluate import drafting_config, evaluate_command
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.train import evaluate as module
 from vllm_specplugin.train.evaluate import Excerpt, Plan, Request, evaluate, prompt_of, summarise
@@ -339,17 +341,56 @@ def test_the_report_reads_back_and_says_what_it_rests_on(engines: list[FakeEngin
         assert "other: its loss is different from the target's (by -0.5000 [-0.5000, -0.5000]" in shown
 
 
+def write_model(folder: Path, **more: Any) -> Path:
+    """As much of a model as its configuration tells."""
+    folder.mkdir()
+    sizes = {"hidden_size": 8, "vocab_size": 16, "model_type": "qwen2"}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **sizes, **more}))
+    return folder
+
+
 def test_what_drafts_is_found_out(tmp_path: Path) -> None:
-    mtp, plain = tmp_path / "mtp", tmp_path / "plain"
-    for folder, more in ((mtp, {"num_nextn_predict_layers": 1}), (plain, {})):
-        folder.mkdir()
-        sizes = {"hidden_size": 8, "vocab_size": 16, "model_type": "qwen2"}
-        (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **sizes, **more}))
+    mtp, plain = write_model(tmp_path / "mtp", num_nextn_predict_layers=1), write_model(tmp_path / "plain")
+    (empty := tmp_path / "empty").mkdir()
     assert drafting_config(str(mtp), None, None) == {"proposer": "mtp", "control": "fixed"}
     assert drafting_config(str(plain), None, None) is None
+    assert drafting_config(str(empty), None, None) is None  # which is for the engine to refuse
     assert drafting_config(str(mtp), None, '{"method": "mtp"}') == {"method": "mtp"}
     assert drafting_config(str(plain), str(plain), None) == {"proposer": "draft_model", "model": str(plain), "control": "fixed"}
     with pytest.raises(ConfigError, match="exclude each other"):
         drafting_config(str(plain), str(plain), "{}")
     with pytest.raises(ConfigError, match="give it as --target"):
         drafting_config(str(plain), str(mtp), None)
+
+
+@pytest.mark.parametrize("layers", [1, 0])
+def test_a_target_on_the_hub(
+    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layers: int
+) -> None:
+    """Its own MTP layers draft; where it has none, that nothing drafts is said, and not on stdout."""
+    import huggingface_hub
+
+    class Api:
+        def list_repo_files(self, model: str, revision: str | None) -> list[str]:
+            return ["config.json"]
+
+    snapshot = str(write_model(tmp_path / "snapshot", num_nextn_predict_layers=layers))
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: snapshot)
+    monkeypatch.setattr(command, "tokenizer_of", lambda *_: Bytes())
+    monkeypatch.chdir(tmp_path)  # where no folder is called as the target
+    data = training.write_data(tmp_path / "data.jsonl", count=3)
+    evaluate_command("target", None, None, None, data, None, 3, 1, 13, 64, (0.0,), None, 0, None, as_json=True)
+    said = capsys.readouterr()
+    report = Evaluation.model_validate_json(said.out)
+    if layers:
+        assert report.speculative_config == {"proposer": "mtp", "control": "fixed"}
+        assert len(report.acceptance) == 1
+        assert not said.err
+    else:
+        assert report.acceptance == []
+        assert said.err == command.nothing_drafts("target") + "\n"
+        assert "no MTP layers were found in 'target'" in said.err
+        assert "--heads DIR" in said.err
+        config = said.err.split("--speculative-config '")[1].split("'")[0]
+        assert drafting_config("target", None, config) == json.loads(config)

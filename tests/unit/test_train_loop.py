@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import training
+from tests.support import tiny, training
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.heads import checkpoint
 from vllm_specplugin.train.batch import Batch, TokenSource
+from vllm_specplugin.train.eagle import EagleObjective
 from vllm_specplugin.train.loop import Loop, device_of, learning_rate
 from vllm_specplugin.train.medusa import MedusaObjective
 from vllm_specplugin.train.objective import Losses
-from vllm_specplugin.train.options import MedusaOptions
+from vllm_specplugin.train.options import EagleOptions, MedusaOptions, MTPOptions, TrainOptions
+from vllm_specplugin.train.pretrain import train_mtp
 from vllm_specplugin.train.progress import Screen
 from vllm_specplugin.train.run import Outcome, train_heads
 from vllm_specplugin.train.state import split
@@ -104,17 +107,33 @@ def crash() -> None:
 # -- interruption ---------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_ends_as_if_it_had_not_been(options: Callable[..., MedusaOptions], tmp_path: Path) -> None:
-    said = {"accumulate": 2, "clip": 0.5}
-    whole = train(options(**said, out=tmp_path / "whole"))
-    interrupted = options(**said)
+RUNS: Mapping[str, tuple[type[TrainOptions], Callable[..., Outcome], Mapping[str, Any]]] = {
+    "medusa": (MedusaOptions, partial(train_heads, build=Noisy.build), {"num_heads": 3}),
+    "eagle": (EagleOptions, partial(train_heads, build=EagleObjective.build), {"ttt_steps": 2, "noise": 0.1}),
+    "mtp": (MTPOptions, train_mtp, {"depth": 3, "loss_vocab_size": 40}),
+    "joint mtp": (MTPOptions, train_mtp, {"depth": 3, "trunk": "joint", "lambda_schedule": "ramp", "lr": 2e-3}),
+}
+"""Kinds of runs: stored states or a trunk that learns, with and without chance in a step, constant and changing weights."""
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_interrupted_run_ends_as_if_it_had_not_been(folder: Path, tmp_path: Path, kind: str) -> None:
+    model, run, own = RUNS[kind]
+    # Attention heads that together are as wide as the states, as the layout of MTP layers wants them.
+    target = tiny.tiny_model(vocab_size=training.VOCAB_SIZE, heads=2, kv_heads=1)
+    said = {"target": str(target), "steps": STEPS, "batch_tokens": 200, "evaluations": 3, "accumulate": 2, "clip": 0.5, **own}
+
+    def options(out: str = "out", **more: Any) -> TrainOptions:
+        return training.run_options(model, folder, out=tmp_path / out, **{**said, **more})
+
+    whole = run(options("whole"), screen=training.silent())
     with pytest.raises(SpecPluginError, match=r"stopped at 33% \(step 3\); the same command goes on"):
-        train(interrupted, Stopping(3, ctrl_c))
+        run(options(), screen=Stopping(3, ctrl_c))
     # Then it dies in step 7, with a state that is written after every step.
     with pytest.raises(RuntimeError, match="gone"):
-        train(options(**said, checkpoint_minutes=1e-9), Stopping(7, crash))
+        run(options(checkpoint_minutes=1e-9), screen=Stopping(7, crash))
     torch.manual_seed(99)
-    resumed = train(interrupted)
+    resumed = run(options(), screen=training.silent())
     assert training.same_tensors(weights(whole), weights(resumed))
     assert rows(whole) == rows(resumed)
     assert {row["step"] for row in rows(whole) if row["split"] == "held_out"} == {3, 6, 9}

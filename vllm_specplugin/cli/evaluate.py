@@ -62,6 +62,8 @@ def evaluate_command(
         engine_args=parse_object("--engine-args", engine_args, '{"dtype": "float32"}'),
         seed=seed,
     )
+    if config is None:
+        print(nothing_drafts(target), file=sys.stderr)
     report = _run(plan, progress=sys.stderr.isatty())
     if out is not None:
         _write(report, out)
@@ -86,9 +88,23 @@ def drafting_config(target: str, heads: str | None, speculative_config: str | No
         if family == "mtp":
             raise ConfigError(f"--heads is {heads!r}, {NAMES[family]}, which is a target of its own: give it as --target.")
         return {"proposer": family, "model": heads, "control": "fixed"}  # every draft is to be judged
-    if Path(target).expanduser().is_dir() and inspect(target).family == "mtp":
-        return {"proposer": "mtp", "control": "fixed"}
-    return None
+    return {"proposer": "mtp", "control": "fixed"} if _has_mtp_layers(target) else None
+
+
+def _has_mtp_layers(target: str) -> bool:
+    """Of a target that only the engine can read, nothing is known."""
+    try:
+        return inspect(target).family == "mtp"
+    except ConfigError:
+        return False
+
+
+def nothing_drafts(target: str) -> str:
+    """One line for who may have expected drafts."""
+    return (
+        f"vllm-specplugin: nothing drafts, as no MTP layers were found in {target!r}: acceptance is not measured. "
+        """Name heads with --heads DIR, or any drafter with --speculative-config '{"proposer": "ngram"}'."""
+    )
 
 
 def _run(plan: Plan, progress: bool) -> Evaluation:

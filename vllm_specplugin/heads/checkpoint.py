@@ -197,11 +197,11 @@ def _eagle(model: str, path: Path, config: Mapping[str, Any], shapes: Mapping[st
 
 
 def _speculators(model: str, path: Path, config: Mapping[str, Any]) -> HeadsInfo:
-    algorithm = config["speculators_model_type"]
-    if algorithm not in ("eagle", "eagle3", "mtp"):
+    kind = config["speculators_model_type"]
+    if kind != "eagle3":  # of the kinds that have a proposer here, the only one that vLLM reads in this format
         raise ConfigError(
-            f"'model' is {model!r}: a speculator of the kind {algorithm!r}, which no proposer here serves; use one of the kinds "
-            "'eagle' or 'eagle3'."
+            f"'model' is {model!r}: a speculator of the kind {kind!r}, which no proposer here serves; in the format of "
+            "`speculators` only the kind 'eagle3' is served."
         )
     layer = config.get("transformer_layer_config") or {}
     spoken = config.get("speculators_config") or {}
@@ -211,7 +211,7 @@ def _speculators(model: str, path: Path, config: Mapping[str, Any]) -> HeadsInfo
         raise ConfigError(f"'model' is {model!r}: its config.json lacks 'hidden_size' in 'transformer_layer_config'.")
     draft_vocab = config.get("draft_vocab_size")
     return HeadsInfo(
-        family=algorithm,
+        family="eagle3",
         layout="speculators",
         folder=path,
         hidden_size=int(hidden),
