@@ -369,6 +369,22 @@ def plan_by(llm: Any, sizes: list[int], seconds: list[float]) -> None:
     planned._left = 0
 
 
+def plan_in_turns(llm: Any, costs: list[tuple[list[int], list[float]]], steps: int) -> None:
+    """`plan_by`, but every so many steps the next of these, and after the last one the first again."""
+    from itertools import count
+
+    planned, taken = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control, count()
+    plan = planned.plan
+
+    def in_turns(*args: Any, **named: Any) -> Any:
+        turn, step = divmod(next(taken), steps)
+        if step == 0:
+            plan_by(llm, *costs[turn % len(costs)])
+        return plan(*args, **named)
+
+    planned.plan = in_turns
+
+
 def leave_drafter_out(llm: Any) -> None:
     """As control does once drafting has not paid for long: until it is thought to pay again."""
     planned = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control

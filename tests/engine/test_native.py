@@ -52,7 +52,7 @@ MAKE: dict[str, Callable[[Path], Case]] = {
     "draft_model": lambda folder: Case(tiny_model(folder), "draft_model", tiny_model(folder, perturb=0.1), 0.1, 0.9),
     "itself": lambda folder: Case(tiny_model(folder), "draft_model", tiny_model(folder), 0.8),
     "eagle": lambda folder: Case(natives.shallow(folder), "eagle", natives.eagle(folder, fitted=True, layers=1), 0.5),
-    "eagle3": lambda folder: Case(tiny_model(folder), "eagle3", natives.eagle3(folder, small=True), most=0.2),
+    "eagle3": lambda folder: Case(tiny_model(folder), "eagle3", natives.eagle3(folder, draft_vocabulary=40), most=0.2),
     "speculators": lambda folder: Case(tiny_model(folder), "eagle3", natives.eagle3(folder, layout="speculators"), most=0.2),
     "mtp": lambda folder: Case(natives.mimo(folder, fitted=True), "mtp", None, 0.5),
 }
@@ -118,9 +118,11 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-@with_case("itself", "eagle")
+@with_case("itself", "eagle", "eagle3", "mtp")
 def test_situations(engines: SideBySide, case: Case, situation: str) -> None:
     """Chunks of long prompts beside requests that decode; cached prefixes; requests that lose their KV cache and start again."""
+    if engines.runner == "v2" and case.method == "eagle3" and situation != "chunked":
+        pytest.skip("slow under the interpreter, and a random head has no acceptance to lose")
     engines.open(K, model=str(case.target), plugin=case.plugin(), **SITUATIONS[situation])
     prompts = [prompt_of(length, length) for length in (3, 96, 64, 65, 20, 63)]
     params = GREEDY | {"max_tokens": 40 if situation == "preempted" else 16}
@@ -132,8 +134,8 @@ def test_situations(engines: SideBySide, case: Case, situation: str) -> None:
         assert counters.cache_hits >= 64
         # What the drafter saw of a prefix is cached, too; EAGLE's last block is not, and is read again.
         assert counters.accepted == first.accepted
-    if case.method == "eagle":
-        assert counters.accepted >= case.least * counters.draft_tokens
+    if case.method != "draft_model":
+        assert case.least * counters.draft_tokens <= counters.accepted <= case.most * counters.draft_tokens
         return
     # A pass that shares its budget with a chunk may get fewer drafts scheduled than were made, and one that starts again after a
     # preemption none. But no draft is wrong, except that vLLM fills up the first pass of a request with a single new token.
@@ -144,7 +146,7 @@ def test_situations(engines: SideBySide, case: Case, situation: str) -> None:
 EDGE = 100
 
 
-@with_case("itself", "eagle")
+@with_case("itself", "eagle", "eagle3", "mtp")
 def test_the_edge_of_max_model_len(engines: SideBySide, case: Case) -> None:
     """Case 8: nothing at or beyond the edge, and a short neighbour keeps its drafts, where stock V1 stops drafting for all."""
     engines.open(K, model=str(case.target), plugin=case.plugin(), max_model_len=EDGE)
@@ -157,7 +159,7 @@ def test_the_edge_of_max_model_len(engines: SideBySide, case: Case) -> None:
     if case.method == "draft_model":
         plan.check(counters)
     else:
-        assert counters.accepted >= 0.5 * plan.accepted
+        assert case.least * plan.accepted <= counters.accepted <= case.most * counters.draft_tokens
 
 
 @with_case("itself")
@@ -251,7 +253,7 @@ def test_the_configuration_travels(engines: SideBySide, case: Case) -> None:
 def test_what_does_not_fit_is_refused_at_start(engines: SideBySide, pytestconfig: pytest.Config) -> None:
     """One line that names both; a head under another family's name, another target's, and a target without MTP layers."""
     folder = pytestconfig.cache.mkdir("tiny")
-    head = natives.eagle3(folder, small=True)
+    head = natives.eagle3(folder, draft_vocabulary=40)
     for spec, said in (
         ({"proposer": "eagle", "model": str(head)}, "EAGLE-3 head, but the proposer 'eagle'"),
         ({"proposer": "eagle3", "model": str(natives.eagle3(folder, hidden=32))}, "a hidden size of 32"),

@@ -19,8 +19,6 @@ import torch
 from tests.support.cache import make_once
 from tests.support.tiny import Recipe, config_of, tiny_model
 
-DRAFT_VOCABULARY = 40  # of EAGLE-3, where it is smaller than the target's
-
 # The number of these recipes: raise it when they should give other weights.
 _RECIPE = 1
 
@@ -64,14 +62,19 @@ def eagle(cache: Path, *, seed: int = 0, fitted: bool = False, **recipe: float) 
 
 
 def eagle3(
-    cache: Path, *, seed: int = 0, layout: Literal["safeailab", "speculators"] = "safeailab", small: bool = False, **recipe: float
+    cache: Path,
+    *,
+    seed: int = 0,
+    layout: Literal["safeailab", "speculators"] = "safeailab",
+    draft_vocabulary: int | None = None,
+    **recipe: float,
 ) -> Path:
-    """An EAGLE-3 head; `small`: with a draft vocabulary of its own, of every sixth token."""
+    """An EAGLE-3 head; `draft_vocabulary`: of so many tokens that lie as far apart in the target's as they can."""
     wanted = _recipe(recipe)
 
     def fill(folder: Path) -> None:
         draw = _drawer(seed)
-        vocabulary = DRAFT_VOCABULARY if small else wanted.vocab_size
+        vocabulary = draft_vocabulary or wanted.vocab_size
         inner = "layers.0." if layout == "speculators" else "midlayer."
         tensors = {
             "fc.weight": draw("fc", wanted.hidden, 3 * wanted.hidden),
@@ -80,8 +83,8 @@ def eagle3(
             f"{inner}hidden_norm.weight": torch.ones(wanted.hidden),
             **dict(_layer(inner, wanted, draw, inputs=2)),
         }
-        if small:
-            drafted = torch.arange(vocabulary) * 6
+        if draft_vocabulary is not None:
+            drafted = torch.arange(vocabulary) * (wanted.vocab_size // vocabulary)
             tensors["d2t"] = drafted - torch.arange(vocabulary)
             tensors["t2d"] = torch.isin(torch.arange(wanted.vocab_size), drafted)
         said: dict[str, Any] = {"draft_vocab_size": vocabulary, "eagle_aux_hidden_state_layer_ids": _EAGLE3_AUX}
@@ -103,7 +106,7 @@ def eagle3(
             }
         _write(folder, tensors, config)
 
-    return make_once(cache / f"eagle3-{layout}-{'small' if small else 'whole'}-{_key(wanted, seed)}", fill)
+    return make_once(cache / f"eagle3-{layout}-{draft_vocabulary or 'whole'}-{_key(wanted, seed)}", fill)
 
 
 def mimo(cache: Path, *, seed: int = 0, mtp_layers: int = 1, fitted: bool = False, **recipe: float) -> Path:
