@@ -4,12 +4,13 @@
                                     [--kinds KIND ...] [--seconds-per-cell N] [--max-tokens N] [--markdown FILE] [--plots DIR]
 
 A cell is one kind of traffic at one concurrency. All engines are alive at once and answer the same requests in turns, round
-after round until the cell's time is up; a ratio is the median over its rounds. Every answer has the same length (the end of text
-is ignored). The kinds are `bench`'s own; random text is token ids drawn from a few, gone on with at temperature 1, so that a
-drafter always finds something to copy and is mostly refused; the others are greedy. Prompts never repeat. Rounds are appended
-to the file as they come: an interrupted run goes on where it was, and `--seconds-per-cell 0` only evaluates what is there. A
-second plain engine shows how far two engines that do the same seem to differ. Seven engines of a small model take 10 GB; on two
-cores the whole grid needs about an hour at 60 s per cell.
+after round until the cell's time is up; a ratio is the median over its rounds. In a round another request takes the place of one
+that ends, until twice as many as run at once are done. Every answer has the same length (the end of text is ignored). The kinds
+are `bench`'s own; random text is token ids drawn from a few, gone on with at temperature 1, so that a drafter always finds
+something to copy and is mostly refused; the others are greedy. Prompts never repeat. Rounds are appended to the file as they
+come: an interrupted run goes on where it was, and `--seconds-per-cell 0` only evaluates what is there. A second plain engine
+shows how far two engines that do the same seem to differ. Seven engines of a small model take 10 GB; on two cores one round of
+every cell takes about 25 minutes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 ADAPTIVE, AGAIN = "adaptive", "plain again"
 PER_KIND = 2048
+PER_PLACE = 2
+"""Requests of a round for each that runs at once."""
 NO_HARM = 0.97
 """Adaptive over plain decoding must not be below."""
 NEAR = 0.97
@@ -98,7 +101,7 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     traffic = {kind: built_in(tokenizer, [kind], PER_KIND, options.seed) for kind in {kind for kind, _ in cells}}
     longest = max(traffic.values(), key=lambda one: one.longest)
     lineup_of = candidates(options.proposer, options.fixed)
-    load = Load(tuple(options.concurrency), options.max_tokens, ignore_eos=True)
+    load = Load(tuple(options.concurrency), options.max_tokens, ignore_eos=True, per_place=PER_PLACE)
     logs = Path(tempfile.mkdtemp(prefix="do-no-harm-"))
     with progress_bars(True) as bars, Lineup(options.model, load, longest, {}, len(lineup_of), logs, bars) as lineup:
         lineup.start(lineup_of)
@@ -239,7 +242,8 @@ def page(options: argparse.Namespace, results: Sequence[Result], facts: Mapping[
         f"`{command}`, {Path(options.model).name}, {machine}.",
         "",
         "Plain decoding, adaptive drafting and drafting with each fixed k answer the same requests in turns; a ratio is the",
-        "median over the rounds of a cell, in brackets its interval. Answers have the same length; prompts never repeat. The",
+        "median over the rounds of a cell, in brackets its interval. In a round another request takes the place of one that ends",
+        "until twice as many as run at once are done. Answers have the same length; prompts never repeat. The",
         "best fixed k is picked cell by cell from the same rounds, which nobody who serves can do. *Plain again* is a second",
         "plain engine: how far its ratio is from 1 says how far to trust the others.",
         "",

@@ -71,11 +71,12 @@ class SimulatedEngine:
         machine.before_batch(len(machine.batches))
         machine.batches.append((self.title, len(prompts), max_tokens))
         machine.prompts.setdefault(self.title, []).extend(prompts)
-        speed = machine.speed(self.settings["speculative_config"], len(prompts))
+        at_once = load["at_once"]
+        speed = machine.speed(self.settings["speculative_config"], at_once)
         if not math.isfinite(speed):
             raise SpecPluginError(f"the {self.title} engine failed (serve): its process ended with -9; log: {self.log}")
         tokens, passes = len(prompts) * max_tokens, len(prompts) * (max_tokens - 1)
-        seconds = machine.slowdown(machine.now) * max_tokens / (100 * speed)
+        seconds = machine.slowdown(machine.now) * max_tokens / (100 * speed) * len(prompts) / at_once
         machine.now += seconds
         return {
             "requests": len(prompts),

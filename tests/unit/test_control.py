@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.support.pretend import Cost, Pretended, Traffic, controlled, copying, dense, mixture, steady
+from tests.support.pretend import Cost, Pretended, Traffic, controlled, copying, dense, few_cores, fields, mixture, steady
 from vllm_specplugin.control.acceptance import Acceptance
 from vllm_specplugin.control.controller import LEAST_REFERENCE_INTERVAL, PROBE_SHARE, TRIAL_STEPS, Controller
 from vllm_specplugin.control.costs import CostTable, TypicalSeconds
@@ -146,13 +146,14 @@ def test_a_draft_that_is_not_verified_is_held_against_what_follows() -> None:
     judged.draft([5, 6, 7, 8])
     judged.commit(5)
     assert judged.tests == (1, 1)
-    judged.draft([9])  # the first is not decided yet, and stays
+    judged.draft([9])  # of the first, three are not decided yet, and stay
     judged.commit(6)
-    judged.commit(1)
-    assert judged.tests == (3, 2)  # right, right, wrong; the fourth will never be known
-    judged.commit(8)
     assert judged.tests == (3, 2)
-    assert judged.acceptance.take() == {"p": (1, 3, 2)}  # one chain of drafts, for the alarm
+    judged.commit(1)
+    assert judged.tests == (4, 2)  # of the first right, right, wrong; its fourth will never be known
+    judged.commit(8)
+    assert judged.tests == (4, 2)
+    assert judged.acceptance.take() == {"p": (2, 2, 1)}  # for the alarm: what each step's drafts were worth in the next
     assert judged.acceptance.take() == {}
 
 
@@ -170,7 +171,7 @@ def test_a_verified_draft_is_judged_by_what_the_pass_emitted() -> None:
     assert judged.tests == (3, 2)
     judged.draft([5, 6])
     judged.commit(5, 6, 9, tested=2)  # all of it, and a bonus token that nobody drafted
-    assert judged.tests == pytest.approx((5, 4), rel=0.01)  # older ones have begun to fade
+    assert judged.tests == pytest.approx((5, 4), rel=0.02)  # older ones have begun to fade
 
 
 def test_what_was_drawn_by_chance_is_judged_where_it_was_verified_alone() -> None:
@@ -248,6 +249,32 @@ def test_no_harm_and_no_worse_than_the_best_fixed_length(cost: str, traffic: str
     engine = controlled(*same).until(tokens)
     # The first hundred steps or so are spent on finding out; and 3 % of noise in a step leave some in the whole.
     assert engine.rate > 0.97 * max(rates)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 16])
+def test_traffic_that_changes_kind(concurrency: int) -> None:
+    """What long copies have taught (a token that is right is followed by others) is wrong of short ones, and soon unlearnt."""
+    engine = controlled(few_cores, copying, concurrency, tokens_each=40).until(8_000)
+    engine.traffic = fields
+    emitted, now = engine.emitted, engine.now
+    engine.until(emitted + 4_000)
+    rates = [Pretended(few_cores, fields, concurrency, control=k, tokens_each=40).until(4_000).rate for k in (None, 1, 2, 4, 8)]
+    assert (engine.emitted - emitted) / (engine.now - now) > 0.97 * max(rates)
+
+
+def test_what_is_picked_for_looking_good_is_taken_for_worse() -> None:
+    """But not drafts by chance: those that are not verified are never judged, so that doubts would last for ever."""
+    judged = Judged()
+    for _ in range(100):
+        judged.draft([5, 6])
+        judged.commit(5, 1)
+        judged.draft([5])
+        judged.commit(1)
+    slots = judged.acceptance.slots(["r"])
+    cells = judged.acceptance.kinds(slots, ["p"], judged.k, None)
+    cautious, plain = (judged.acceptance.estimate(slots, cells, by_chance=chance)[0, 0] for chance in (False, True))
+    assert plain == pytest.approx(0.5, abs=0.06)
+    assert 0.05 < plain - cautious < 0.2
 
 
 def test_what_is_asked_and_verified_where_nothing_is_accepted() -> None:

@@ -47,7 +47,7 @@ def test_a_grid_is_measured_interrupted_and_gone_on_with(
 ) -> None:
     monkeypatch.setattr(benchmark, "PER_KIND", 40)
     machine = Simulation(speed).install(monkeypatch)
-    options = ("--kinds", "chat", "random text", "--seconds-per-cell", "7.5", "--max-tokens", "20")
+    options = ("--kinds", "chat", "random text", "--seconds-per-cell", "15", "--max-tokens", "20")
 
     def interrupt(number: int) -> None:
         if number == 10 + 5 * 7 + 2:  # warming up of five engines at two concurrencies, seven rounds, half of another

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from vllm_specplugin.engine_process import serve_engine, spec_counters
@@ -76,8 +77,15 @@ class Engine:
             "kv_cache_tokens": (cache.num_gpu_blocks or 0) * (cache.block_size or 0),
         }
 
-    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, ignore_eos: bool) -> dict[str, Any]:
-        """Serve a batch, every prompt a request and all of them at once; what was measured: the fields of `samples.Sample`."""
+    def serve(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float,
+        ignore_eos: bool,
+        at_once: int | None = None,
+    ) -> dict[str, Any]:
+        """Serve prompts, all of them at once, or so many at any time; what was measured: the fields of `samples.Sample`."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -88,10 +96,15 @@ class Engine:
         engine, before = self.llm.llm_engine, spec_counters(self.llm)
         requests: dict[str, Timed] = {}
         start = time.perf_counter()
-        for prompt in prompts:
-            self.served += 1
-            requests[str(self.served)] = Timed(time.perf_counter() - start)
-            engine.add_request(str(self.served), TokensPrompt(prompt_token_ids=list(prompt)), sampling)
+        waiting = iter(prompts)
+
+        def begin(count: int) -> None:
+            for prompt in islice(waiting, count):
+                self.served += 1
+                requests[str(self.served)] = Timed(time.perf_counter() - start)
+                engine.add_request(str(self.served), TokensPrompt(prompt_token_ids=list(prompt)), sampling)
+
+        begin(at_once or len(prompts))
         while engine.has_unfinished_requests():
             outputs = engine.step()
             now = time.perf_counter() - start
@@ -100,6 +113,7 @@ class Engine:
                 if emitted:
                     request.tokens += emitted
                     request.stamps.append(now)
+            begin(sum(output.finished for output in outputs))
         seconds = time.perf_counter() - start
         after = spec_counters(self.llm)
         drafted = {name: after.get(name, 0) - before.get(name, 0) for name in ("draft_tokens", "accepted_tokens")}

@@ -8,7 +8,7 @@ to an engine that times its passes in order to choose draft lengths, a pause wou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,10 +36,14 @@ class Load:
     temperature: float = 0.0
     ignore_eos: bool = False
     """Every answer then has `max_tokens` tokens, whatever the model wants to say."""
+    per_place: int = 1
+    """Requests of a turn for each that runs at once. Where one takes the place of another the load lasts; with 1 a turn ends as
+    slowly as its slowest request, beside fewer and fewer others."""
 
     def requests(self, concurrency: int, kinds: int) -> int:
         """Of a round, at one concurrency: full turns, with at least one request of every kind."""
-        return concurrency * -(-kinds // concurrency)
+        turn = concurrency * self.per_place
+        return turn * -(-kinds // turn)
 
 
 @dataclass
@@ -87,8 +91,9 @@ class Lineup:
             self._keep(names[id(engine)], engine)
             self.bars.advance(task)
         started = [one.name for one in candidates if one.name in self.engines]
+        warm_up = replace(self.load, per_place=1, max_tokens=min(WARM_UP_TOKENS, self.load.max_tokens))
         for concurrency in self.load.concurrencies:  # compiles what is compiled on first use
-            self._race(started, concurrency, min(WARM_UP_TOKENS, self.load.max_tokens), "warming up")
+            self._race(started, concurrency, "warming up", warm_up)
         self.bars.remove_task(task)
         return [name for name in started if name in self.engines]
 
@@ -117,12 +122,12 @@ class Lineup:
 
         An engine that fails is dropped, noted in `failed`, and not in the answer.
         """
-        return self._race(list(self.engines), concurrency, self.load.max_tokens, f"{concurrency} at once")
+        return self._race(list(self.engines), concurrency, f"{concurrency} at once", self.load)
 
-    def _race(self, names: Sequence[str], concurrency: int, max_tokens: int, what: str) -> dict[str, Sample]:
-        count = self.load.requests(concurrency, len(self.traffic.kinds))
+    def _race(self, names: Sequence[str], concurrency: int, what: str, load: Load) -> dict[str, Sample]:
+        count, turn_length = load.requests(concurrency, len(self.traffic.kinds)), concurrency * load.per_place
         prompts = self.traffic.take(count)
-        turns = [prompts[at : at + concurrency] for at in range(0, count, concurrency)]
+        turns = [prompts[at : at + turn_length] for at in range(0, count, turn_length)]
         task = self.bars.add_task(what, total=len(turns) * len(names))
         found: dict[str, list[Sample]] = {name: [] for name in names}
         for turn in turns:
@@ -130,17 +135,17 @@ class Lineup:
             first = self._turn % max(len(names), 1)
             order = [*names[first:], *names[:first]]
             for name in order if self._turn % 2 else reversed(order):  # nobody is always the first, nor after the same one
-                sample = self._serve(name, turn, max_tokens) if name in self.engines else None
+                sample = self._serve(name, turn, concurrency, load) if name in self.engines else None
                 found[name] += [] if sample is None else [sample]
                 self.bars.advance(task)
         self.bars.remove_task(task)
         return {name: total(samples) for name, samples in found.items() if name in self.engines}
 
-    def _serve(self, name: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Sample | None:
+    def _serve(self, name: str, prompts: Sequence[Sequence[int]], at_once: int, load: Load) -> Sample | None:
         """One engine's turn; None where it failed."""
-        load = {"temperature": self.load.temperature, "ignore_eos": self.load.ignore_eos}
+        how = {"max_tokens": load.max_tokens, "temperature": load.temperature, "ignore_eos": load.ignore_eos, "at_once": at_once}
         try:
-            return Sample.load(self.engines[name].call("serve", prompts=prompts, max_tokens=max_tokens, **load))
+            return Sample.load(self.engines[name].call("serve", prompts=prompts, **how))
         except SpecPluginError as error:
             self._lose(name, error)
             return None

@@ -26,14 +26,32 @@ BINS = 8
 PRIOR, PRIOR_TESTS = 0.6, 2.0
 """The acceptance that a new proposer starts from, and how many tests that is worth: drafting is tried, and not for long."""
 
-LEAN = 4.0
-"""How many tests the like of a kind of draft count for: one kind leans on its proposer's mean, a request on all requests."""
+LEAN, REQUEST_LEAN = 4.0, 64.0
+"""How many tests the like of a kind of draft count for, which leans on its proposer's mean; and all requests for one of them."""
 
-WINDOW, REQUEST_WINDOW = 400.0, 60.0
-"""Tests that a kind of draft, and a request, are judged by, older ones fading away."""
+WINDOW, REQUEST_WINDOW = 30.0, 60.0
+"""Tests after which an older one of a kind of draft, and of a request, counts half: traffic changes."""
+
+CAUTION = 1.5
+"""Standard errors that drafts picked without chance are thought to be worse than they seem. Of many estimates the highest are
+chosen, and those are mostly too high; nothing is lost by it, since these drafts are judged whether they are verified or not."""
 
 HIGHEST = 0.995
 """No draft is taken for certain."""
+
+GROWING = (
+    "_of_request",
+    "_streaks",
+    "_ids",
+    "_cells",
+    "_lengths",
+    "_by_chance",
+    "_open_ids",
+    "_open_cells",
+    "_open_lengths",
+    "_decided",
+)
+"""Tables by slot."""
 
 
 class Acceptance:
@@ -45,8 +63,8 @@ class Acceptance:
         self._sources: dict[str, int] = {}
         self._tests = np.zeros((0, len(STREAKS) + 1, self._columns))
         self._accepted = np.zeros_like(self._tests)
-        self._rates = np.zeros_like(self._tests)
-        """`[sources, streaks, columns]`: by kind of draft, older tests faded."""
+        self._rates, self._cautious = np.zeros_like(self._tests), np.zeros_like(self._tests)
+        """`[sources, streaks, columns]`: by kind of draft, older tests faded; the last is `_rates` less `CAUTION`."""
         self._tally = np.zeros((0, 3), dtype=np.int64)
         """`[sources, 3]`: chains, drafts and right drafts that were judged since `take`."""
         self._slots: dict[str, int] = {}
@@ -56,12 +74,16 @@ class Acceptance:
         self._streaks = np.zeros(most_requests, dtype=np.int64)
         """`[slots]`: how many of the last committed tokens in a row had been drafted right."""
         self._ids = np.zeros((most_requests, k), dtype=np.int64)
-        """`[slots, k]`: drafts that are being held against what the request commits."""
+        """`[slots, k]`: the last step's drafts, to be held against what the request commits next."""
         self._cells = np.zeros((most_requests, k), dtype=np.int64)
         """`[slots, k]`: which kind they are."""
         self._lengths = np.zeros(most_requests, dtype=np.int64)
-        self._decided = np.zeros(most_requests, dtype=np.int64)
         self._by_chance = np.zeros(most_requests, dtype=np.bool_)
+        self._open_ids, self._open_cells = np.zeros_like(self._ids), np.zeros_like(self._cells)
+        """`[slots, k]`: drafts of an earlier step that were right so far, and are not all decided."""
+        self._open_lengths = np.zeros(most_requests, dtype=np.int64)
+        self._decided = np.zeros(most_requests, dtype=np.int64)
+        """`[slots]`: how many of those are."""
 
     # -- requests ------------------------------------------------------------
 
@@ -72,7 +94,7 @@ class Acceptance:
             if request_id not in known:
                 slot = known[request_id] = self._free.pop() if self._free else self._grow()
                 self._of_request[slot] = 0.0
-                self._streaks[slot] = self._lengths[slot] = self._decided[slot] = 0
+                self._streaks[slot] = self._lengths[slot] = self._open_lengths[slot] = 0
         return np.fromiter((known[request_id] for request_id in request_ids), dtype=np.int64, count=len(request_ids))
 
     def is_new(self, request_id: str) -> bool:
@@ -82,7 +104,7 @@ class Acceptance:
     def _grow(self) -> int:
         """One more slot: requests that were preempted may be known beside as many that run."""
         slot = len(self._streaks)
-        for name in ("_of_request", "_streaks", "_ids", "_cells", "_lengths", "_decided", "_by_chance"):
+        for name in GROWING:
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
         self._free.extend(range(slot + 1, 2 * slot))
@@ -113,7 +135,8 @@ class Acceptance:
             tokens.astype(np.int64),
             offsets,
             tested,
-            (self._ids, self._cells, self._lengths, self._decided, self._by_chance),
+            (self._ids, self._cells, self._lengths, self._by_chance),
+            (self._open_ids, self._open_cells, self._open_lengths, self._decided),
             self._streaks,
             self._of_request,
             (self._tests.ravel(), self._accepted.ravel(), self._rates.ravel()),
@@ -121,7 +144,7 @@ class Acceptance:
             0.5 ** (1 / WINDOW),
             0.5 ** (1 / REQUEST_WINDOW),
         )
-        self._rates = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS)
+        self._update()
 
     def keep(
         self,
@@ -131,7 +154,7 @@ class Acceptance:
         cells: NDArray[np.int64],
         by_chance: bool,
     ) -> None:
-        """Keep a step's drafts, to be held against what follows; a row whose last ones are not decided yet keeps those.
+        """Keep a step's drafts, to be held against what follows.
 
         Args:
             slots: `[rows]`.
@@ -140,13 +163,11 @@ class Acceptance:
             cells: `[rows, k]`, their kinds.
             by_chance: they were drawn by chance.
         """
-        new = np.flatnonzero((self._lengths[slots] == 0) | by_chance)
-        at, width = slots[new], token_ids.shape[1]
-        self._ids[at, :width] = token_ids[new]
-        self._cells[at, :width] = cells[new]
-        self._lengths[at] = lengths[new]
-        self._decided[at] = 0
-        self._by_chance[at] = by_chance
+        width = token_ids.shape[1]
+        self._ids[slots, :width] = token_ids
+        self._cells[slots, :width] = cells
+        self._lengths[slots] = lengths
+        self._by_chance[slots] = by_chance
 
     # -- estimating ----------------------------------------------------------
 
@@ -166,16 +187,26 @@ class Acceptance:
             more = np.zeros((1, *self._tests.shape[1:]))
             self._tests, self._accepted = np.concatenate([self._tests, more]), np.concatenate([self._accepted, more])
             self._tally = np.concatenate([self._tally, np.zeros((1, 3), dtype=np.int64)])
-            self._rates = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS)
+            self._update()
         source = np.fromiter((self._sources[name] for name in sources), dtype=np.int64, count=len(sources))
         first = (source * (len(STREAKS) + 1) + STREAKS.searchsorted(self._streaks[slots], side="right")) * self._columns
         if expected is None:
             return first[:, None] + np.arange(k)
         return first[:, None] + self.k + np.minimum((expected * BINS).astype(np.int64), BINS - 1)
 
-    def estimate(self, slots: NDArray[np.int64], cells: NDArray[np.int64]) -> NDArray[np.float64]:
-        """`[rows, k]`: how probably each draft is accepted once those before it are."""
-        return kernels.estimate(slots, cells, self._rates.ravel(), self._of_request, LEAN, HIGHEST)
+    def _update(self) -> None:
+        self._rates, self._cautious = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS, CAUTION)
+
+    def estimate(self, slots: NDArray[np.int64], cells: NDArray[np.int64], by_chance: bool = False) -> NDArray[np.float64]:
+        """`[rows, k]`: how probably each draft is accepted once those before it are.
+
+        Args:
+            slots: `[rows]`.
+            cells: `[rows, k]`, their kinds.
+            by_chance: they are drawn by chance, so that only who is verified is ever judged.
+        """
+        rates = self._rates if by_chance else self._cautious
+        return kernels.estimate(slots, cells, rates.ravel(), self._of_request, REQUEST_LEAN, HIGHEST)
 
     def take(self) -> dict[str, tuple[int, int, int]]:
         """What was judged since the last call, by source: rows whose first draft was, all drafts, and those that were right."""

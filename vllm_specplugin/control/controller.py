@@ -240,7 +240,7 @@ class Controller:
         (self._asking if self._asked_before else self._resuming).observe(self._rows, asking_seconds)
         names = [self.proposer] * rows if sources is None else sources
         kinds = self.acceptance.kinds(self._slots, names, k, None if by_chance else expected)
-        estimates = self.acceptance.estimate(self._slots, kinds)
+        estimates = self.acceptance.estimate(self._slots, kinds, by_chance)
         possible = limits if by_chance else lengths
         margin = PAUSED_MARGIN if self._paused else MARGIN
         choice = foreseen = choose(estimates, possible, self._rows, self._seconds, margin)

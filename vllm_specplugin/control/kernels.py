@@ -23,13 +23,38 @@ TESTS, ACCEPTED, FORESEEN = range(3)
 CHAINS, JUDGED, RIGHT = range(3)
 
 
+@part
+def _hold(
+    ids: Ints,
+    cells: Ints,
+    begun: int,
+    limit: int,
+    committed: Ints,
+    tests: Floats,
+    accepted: Floats,
+    fade: float,
+) -> tuple[int, bool]:
+    """Hold a row's drafts, of which `begun` are decided, against what it committed: how many were right, and if one was not."""
+    right = 0
+    for place in range(min(len(committed), limit - begun)):
+        cell = cells[begun + place]
+        hit = ids[begun + place] == committed[place]
+        tests[cell] = tests[cell] * fade + 1
+        accepted[cell] = accepted[cell] * fade + hit
+        if not hit:
+            return right, True
+        right += 1
+    return right, False
+
+
 @kernel
 def judge(
     slots: Ints,
     tokens: Ints,
     offsets: Ints,
     tested: Ints,
-    drafts: tuple[Ints, Ints, Ints, Ints, Flags],
+    drafts: tuple[Ints, Ints, Ints, Flags],
+    pending: tuple[Ints, Ints, Ints, Ints],
     streaks: Ints,
     of_request: Floats,
     table: tuple[Floats, Floats, Floats],
@@ -39,12 +64,16 @@ def judge(
 ) -> None:
     """Hold the drafts that are kept against what their requests committed.
 
+    Each step's drafts are judged by the very next tokens. What they leave open goes on being judged as the request goes on,
+    until it is decided: far drafts would hardly be heard of otherwise where only near ones are verified.
+
     Args:
         slots: `[rows]`.
         tokens: `[total]`, row after row.
         offsets: `[rows + 1]`.
         tested: `[rows]`, how many drafts were verified.
-        drafts: ids `[slots, k]`, cells `[slots, k]`, lengths, how many are decided, and whether by chance `[slots]`.
+        drafts: ids `[slots, k]`, cells `[slots, k]`, lengths, and whether by chance `[slots]`; lengths are 0 afterwards.
+        pending: of those that earlier steps left open ids `[slots, k]`, cells `[slots, k]`, lengths, and how many are decided.
         streaks: `[slots]`.
         of_request: `[slots, 3]`.
         table: tests, accepted and estimates of all cells, flat.
@@ -52,47 +81,53 @@ def judge(
         fade: what a test leaves of those before it in its cell.
         request_fade: the same in its request.
     """
-    ids, cells, lengths, decided, by_chance = drafts
+    ids, cells, lengths, by_chance = drafts
+    open_ids, open_cells, open_lengths, decided = pending
     tests, accepted, estimates = table
     of_source = max(len(tests) // max(len(tally), 1), 1)
     for row in range(len(slots)):
         slot = slots[row]
-        count = offsets[row + 1] - offsets[row]
+        committed = tokens[offsets[row] : offsets[row + 1]]
+        count = len(committed)
         if count == 0:
             continue
+        if open_lengths[slot]:
+            right, refused = _hold(
+                open_ids[slot], open_cells[slot], decided[slot], open_lengths[slot], committed, tests, accepted, fade
+            )
+            decided[slot] += right
+            if refused or decided[slot] >= open_lengths[slot]:
+                open_lengths[slot] = 0
         limit = lengths[slot]
         if by_chance[slot]:  # judged by its verification, which was about the drafts of the last step alone
             limit = min(limit, tested[row])
-        begun = decided[slot]
-        right = 0
-        refused = False
-        for place in range(min(count, limit - begun)):
-            cell = cells[slot, begun + place]
-            hit = ids[slot, begun + place] == tokens[offsets[row] + place]
-            tests[cell] = tests[cell] * fade + 1
-            accepted[cell] = accepted[cell] * fade + hit
+        right, refused = _hold(ids[slot], cells[slot], 0, limit, committed, tests, accepted, fade)
+        for place in range(right + refused):
+            hit = place < right
+            cell = cells[slot, place]
             of_request[slot] *= request_fade
             of_request[slot, TESTS] += 1
             of_request[slot, ACCEPTED] += hit
             of_request[slot, FORESEEN] += estimates[cell]
             source = cell // of_source
-            tally[source, CHAINS] += begun + place == 0
+            tally[source, CHAINS] += place == 0
             tally[source, JUDGED] += 1
             tally[source, RIGHT] += hit
-            if not hit:
-                refused = True
-                break
-            right += 1
-        decided[slot] = begun + right
         # Tokens past the drafts say nothing; a request without drafts is on nobody's track.
         streaks[slot] = 0 if refused or right == 0 else streaks[slot] + right
-        if refused or decided[slot] >= limit:
-            lengths[slot] = 0
+        if not refused and right < limit and not open_lengths[slot] and not by_chance[slot]:
+            open_ids[slot], open_cells[slot] = ids[slot], cells[slot]
+            open_lengths[slot], decided[slot] = limit, right
+        lengths[slot] = 0
 
 
 @kernel
-def rates(tests: Floats, accepted: Floats, lean: float, prior: float, prior_tests: float) -> Floats:
+def rates(
+    tests: Floats, accepted: Floats, lean: float, prior: float, prior_tests: float, caution: float
+) -> tuple[Floats, Floats]:
     """`[sources, streaks, columns]`: the acceptance of each kind; one leans on its column, and a column on its source.
+
+    Twice: as it seems to be, and less `caution` standard errors, since the best of many estimates are mostly too high.
 
     Args:
         tests: `[sources, streaks, columns]`.
@@ -100,8 +135,9 @@ def rates(tests: Floats, accepted: Floats, lean: float, prior: float, prior_test
         lean: how many tests of its own what a kind leans on counts for.
         prior: the acceptance that a new source starts from.
         prior_tests: how many tests that is worth.
+        caution: standard errors.
     """
-    found = np.empty_like(tests)
+    found, cautious = np.empty_like(tests), np.empty_like(tests)
     for source in range(tests.shape[0]):
         of_source = (accepted[source].sum() + prior * prior_tests) / (tests[source].sum() + prior_tests)
         for column in range(tests.shape[2]):
@@ -109,8 +145,11 @@ def rates(tests: Floats, accepted: Floats, lean: float, prior: float, prior_test
             of_column = (all_accepted + lean * of_source) / (all_tests + lean)
             for streak in range(tests.shape[1]):
                 own = accepted[source, streak, column] + lean * of_column
-                found[source, streak, column] = own / (tests[source, streak, column] + lean)
-    return found
+                known = tests[source, streak, column] + lean
+                rate = own / known
+                found[source, streak, column] = rate
+                cautious[source, streak, column] = max(rate - caution * np.sqrt(rate * (1 - rate) / known), 0.0)
+    return found, cautious
 
 
 @part
