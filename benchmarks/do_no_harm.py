@@ -1,16 +1,17 @@
 """Does adaptive control ever make serving slower? Plain decoding, adaptive and fixed draft lengths, over load and traffic.
 
-    python benchmarks/do_no_harm.py MODEL --rounds FILE [--proposer NAME] [--fixed 1,2,3,5] [--concurrency 1,2,...,64]
+    python benchmarks/do_no_harm.py MODEL --rounds FILE [--proposer NAME] [--fixed 1,2,4,8] [--concurrency 1,2,...,64]
                                     [--kinds KIND ...] [--seconds-per-cell N] [--max-tokens N] [--markdown FILE] [--plots DIR]
 
 A cell is one kind of traffic at one concurrency. All engines are alive at once and answer the same requests in turns, round
 after round until the cell's time is up; a ratio is the median over its rounds. In a round another request takes the place of one
-that ends, until twice as many as run at once are done. Every answer has the same length (the end of text is ignored). The kinds
-are `bench`'s own; random text is token ids drawn from a few, gone on with at temperature 1, so that a drafter always finds
+that ends, until three times as many as run at once are done. Answers differ in length, and have the same one from all engines
+(the end of text is ignored): else plain decoding alone would go on in lockstep, and read all prompts together. The kinds are
+`bench`'s own; random text is token ids drawn from a few, gone on with at temperature 1, so that a drafter always finds
 something to copy and is mostly refused; the others are greedy. Prompts never repeat. Rounds are appended to the file as they
 come: an interrupted run goes on where it was, and `--seconds-per-cell 0` only evaluates what is there. A second plain engine
 shows how far two engines that do the same seem to differ. Seven engines of a small model take 10 GB; on two cores one round of
-every cell takes about 25 minutes.
+every cell takes about 40 minutes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 ADAPTIVE, AGAIN = "adaptive", "plain again"
 PER_KIND = 2048
-PER_PLACE = 2
+PER_PLACE = 3
 """Requests of a round for each that runs at once."""
 NO_HARM = 0.97
 """Adaptive over plain decoding must not be below."""
@@ -101,7 +102,7 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     traffic = {kind: built_in(tokenizer, [kind], PER_KIND, options.seed) for kind in {kind for kind, _ in cells}}
     longest = max(traffic.values(), key=lambda one: one.longest)
     lineup_of = candidates(options.proposer, options.fixed)
-    load = Load(tuple(options.concurrency), options.max_tokens, ignore_eos=True, per_place=PER_PLACE)
+    load = Load(tuple(options.concurrency), options.max_tokens, ignore_eos=True, uneven=True, per_place=PER_PLACE)
     logs = Path(tempfile.mkdtemp(prefix="do-no-harm-"))
     with progress_bars(True) as bars, Lineup(options.model, load, longest, {}, len(lineup_of), logs, bars) as lineup:
         lineup.start(lineup_of)
@@ -243,7 +244,7 @@ def page(options: argparse.Namespace, results: Sequence[Result], facts: Mapping[
         "",
         "Plain decoding, adaptive drafting and drafting with each fixed k answer the same requests in turns; a ratio is the",
         "median over the rounds of a cell, in brackets its interval. In a round another request takes the place of one that ends",
-        "until twice as many as run at once are done. Answers have the same length; prompts never repeat. The",
+        "until three times as many as run at once are done. Answers are as long from every engine; prompts never repeat. The",
         "best fixed k is picked cell by cell from the same rounds, which nobody who serves can do. *Plain again* is a second",
         "plain engine: how far its ratio is from 1 says how far to trust the others.",
         "",
@@ -299,7 +300,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--rounds", type=Path, required=True, help="JSON lines; what it holds is gone on with")
     parser.add_argument("--proposer", default="ngram")
-    parser.add_argument("--fixed", type=numbers, default=[1, 2, 3, 5], metavar="K,K,...")
+    parser.add_argument("--fixed", type=numbers, default=[1, 2, 4, 8], metavar="K,K,...")
     parser.add_argument("--concurrency", type=numbers, default=[1, 2, 4, 8, 16, 32, 64], metavar="N,N,...")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seconds-per-cell", type=float, default=60.0, help="of all engines' work together")

@@ -65,25 +65,26 @@ class SimulatedEngine:
             raise SpecPluginError(f"the {self.title} engine failed (start): it does not want to; log: {self.log}")
         return FACTS
 
-    def call(self, method: str, *, prompts: Sequence[list[int]], max_tokens: int, **load: Any) -> dict[str, Any]:
+    def call(self, method: str, *, prompts: Sequence[list[int]], max_tokens: int | list[int], **load: Any) -> dict[str, Any]:
         assert method == "serve"
         machine = self.machine
         machine.before_batch(len(machine.batches))
-        machine.batches.append((self.title, len(prompts), max_tokens))
+        lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        machine.batches.append((self.title, len(prompts), max(lengths)))
         machine.prompts.setdefault(self.title, []).extend(prompts)
         at_once = load["at_once"]
         speed = machine.speed(self.settings["speculative_config"], at_once)
         if not math.isfinite(speed):
             raise SpecPluginError(f"the {self.title} engine failed (serve): its process ended with -9; log: {self.log}")
-        tokens, passes = len(prompts) * max_tokens, len(prompts) * (max_tokens - 1)
-        seconds = machine.slowdown(machine.now) * max_tokens / (100 * speed) * len(prompts) / at_once
+        tokens, passes = sum(lengths), sum(lengths) - len(prompts)
+        seconds = machine.slowdown(machine.now) * tokens / (100 * speed) / at_once
         machine.now += seconds
         return {
             "requests": len(prompts),
             "tokens": tokens,
             "seconds": seconds,
             "first_token": [0.1] * len(prompts),
-            "per_token": [seconds / max_tokens] * len(prompts),
+            "per_token": [seconds / length for length in lengths],
             "passes": passes,
             "draft_tokens": 0,
             "accepted_tokens": 0,

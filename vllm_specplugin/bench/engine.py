@@ -80,29 +80,35 @@ class Engine:
     def serve(
         self,
         prompts: Sequence[Sequence[int]],
-        max_tokens: int,
+        max_tokens: int | Sequence[int],
         temperature: float,
         ignore_eos: bool,
         at_once: int | None = None,
     ) -> dict[str, Any]:
-        """Serve prompts, all of them at once, or so many at any time; what was measured: the fields of `samples.Sample`."""
+        """Serve prompts, all of them at once, or so many at any time; what was measured: the fields of `samples.Sample`.
+
+        `max_tokens` is one number for all answers, or one for each.
+        """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(
-            temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, output_kind=RequestOutputKind.DELTA
-        )
+        lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        delta = RequestOutputKind.DELTA
+        sampling = [
+            SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=ignore_eos, output_kind=delta)
+            for length in lengths
+        ]
         engine, before = self.llm.llm_engine, spec_counters(self.llm)
         requests: dict[str, Timed] = {}
         start = time.perf_counter()
-        waiting = iter(prompts)
+        waiting = zip(prompts, sampling, strict=True)
 
         def begin(count: int) -> None:
-            for prompt in islice(waiting, count):
+            for prompt, params in islice(waiting, count):
                 self.served += 1
                 requests[str(self.served)] = Timed(time.perf_counter() - start)
-                engine.add_request(str(self.served), TokensPrompt(prompt_token_ids=list(prompt)), sampling)
+                engine.add_request(str(self.served), TokensPrompt(prompt_token_ids=list(prompt)), params)
 
         begin(at_once or len(prompts))
         while engine.has_unfinished_requests():

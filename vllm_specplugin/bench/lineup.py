@@ -36,6 +36,9 @@ class Load:
     temperature: float = 0.0
     ignore_eos: bool = False
     """Every answer then has `max_tokens` tokens, whatever the model wants to say."""
+    uneven: bool = False
+    """They have between half and one and a half times as many, as if the model had ended them: else requests that began together
+    would end together, and only where nothing drafts."""
     per_place: int = 1
     """Requests of a turn for each that runs at once. Where one takes the place of another the load lasts; with 1 a turn ends as
     slowly as its slowest request, beside fewer and fewer others."""
@@ -44,6 +47,17 @@ class Load:
         """Of a round, at one concurrency: full turns, with at least one request of every kind."""
         turn = concurrency * self.per_place
         return turn * -(-kinds // turn)
+
+    def lengths(self, requests: int) -> int | list[int]:
+        """The most tokens of a turn's answers: one number for all of them, or `[requests]`."""
+        if not self.uneven:
+            return self.max_tokens
+        return [max(1, self.max_tokens // 2 + self.max_tokens * (5 * place % 8) // 7) for place in range(requests)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer."""
+        return max(self.lengths(8)) if self.uneven else self.max_tokens
 
 
 @dataclass
@@ -77,7 +91,7 @@ class Lineup:
         settings = {
             "model": self.model,
             "engine_args": dict(self.engine_args),
-            "max_model_len": self.traffic.longest + self.load.max_tokens + SLACK,
+            "max_model_len": self.traffic.longest + self.load.longest + SLACK,
             "max_num_seqs": max(self.load.concurrencies),
             "engines": self.at_once,
         }
@@ -143,7 +157,12 @@ class Lineup:
 
     def _serve(self, name: str, prompts: Sequence[Sequence[int]], at_once: int, load: Load) -> Sample | None:
         """One engine's turn; None where it failed."""
-        how = {"max_tokens": load.max_tokens, "temperature": load.temperature, "ignore_eos": load.ignore_eos, "at_once": at_once}
+        how = {
+            "max_tokens": load.lengths(len(prompts)),
+            "temperature": load.temperature,
+            "ignore_eos": load.ignore_eos,
+            "at_once": at_once,
+        }
         try:
             return Sample.load(self.engines[name].call("serve", prompts=prompts, **how))
         except SpecPluginError as error:
