@@ -57,7 +57,7 @@ class Load:
     @property
     def longest(self) -> int:
         """Tokens of the longest answer."""
-        return max(self.lengths(8)) if self.uneven else self.max_tokens
+        return self.max_tokens // 2 + self.max_tokens if self.uneven else self.max_tokens
 
 
 @dataclass
