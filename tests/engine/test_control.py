@@ -59,7 +59,7 @@ def draft(engines: SideBySide, modes: Sequence[str]) -> Counters:
 def test_each_request_is_drafted_for_as_far_as_it_pays(engines: SideBySide) -> None:
     open_adaptive(engines, FLAT)
     free = draft(engines, ["oracle", "constant", "oracle", "constant"])
-    assert free.draft_tokens > 3 * free.accepted > 0  # what costs nothing is verified, right or wrong
+    assert free.draft_tokens > 2 * free.accepted > 0  # what costs nothing is verified, right or wrong
 
     engines.drafting.call("tests.engine.inside:change_costs", [1, 512], [0.010, 2.0], 1e-5)
     dear = draft(engines, ["oracle", "constant", "oracle", "constant"])

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.logger import init_logger
 
+from vllm_specplugin.config import SpecConfig
 from vllm_specplugin.control.controller import Controller
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.guard import CheckedDrafts, Guard
@@ -52,7 +53,7 @@ class Runtime:
         self._data_parallel = vllm_config.parallel_config.data_parallel_size > 1
         self.host = replace(host, layers=VllmLayers(device, eager), encode=encoder(vllm_config.model_config))
         self._model_config = vllm_config.model_config
-        self._plans_ahead = spec.plans_ahead
+        self._asked_for, self._plans_ahead = SpecConfig.parse(spec.plugin), spec.plans_ahead
         proposer = self.resolved.proposer(self.host, self.resolved.options)
         self.guard = Guard(proposer, self.resolved.config.proposer, self.resolved.config.draft_budget_ms)
         self.verifier = self.resolved.verifier()
@@ -114,7 +115,7 @@ class Runtime:
             self.k,
             self.resolved.verifier_name,
             self.host.runner.upper(),
-            self.resolved.config.control_in_words(self.controller is not None or self._plans_ahead),
+            self._asked_for.control_in_words(self.controller is not None or self._plans_ahead),
         )
         if not self.resolved.verifier.lossless:
             logger.warning(
