@@ -105,7 +105,7 @@ def test_other_probabilities_than_the_drafters_are_found(engines: SideBySide, na
     assert found["second"] < ALPHA / 1000, found
 
 
-COSTS = [([1, 512], [0.010, seconds]) for seconds in (0.0105, 0.014, 0.0105, 1.0)]
+COSTS = [([1, 512], [0.010, seconds]) for seconds in (0.0105, 0.025, 0.040, 0.063, 1.0)]
 """Rows, and seconds of a pass: as many drafts as there can be pay, or some, or none."""
 PLANNED_COSTS = [([1, 512], [0.010, seconds]) for seconds in (0.0105, 0.063, 0.0105, 10.0)]
 """The same for 64 requests that all get as many: two, one, or none."""
@@ -151,7 +151,7 @@ def test_lengths_by_what_was_drawn_are_found(engines: SideBySide, narrow: Path) 
     """Negative control."""
     open_varying(engines, narrow)
     engines.inside("choose_by_what_was_drawn")
-    outputs, _ = sample(engines, REQUESTS["v1"] // 4)
+    outputs, _ = sample(engines, REQUESTS["v1"] // 2)
     engines.replaced()
     found = p_values(engines, outputs)
     assert found["first"] > ALPHA  # which no draft precedes
