@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count, cycle
 from typing import Any
 
 JUDGED: list[tuple[str, int, int]] = []
@@ -303,19 +305,22 @@ def change_costs(llm: Any, sizes: list[int], seconds: list[float], asking: float
 
 def costs_in_turns(llm: Any, costs: list[tuple[list[int], list[float]]], asking: float, steps: int) -> None:
     """`pretend_costs`, but every so many steps the next of these, and after the last one the first again."""
-    from itertools import count
-
     pretend_costs(llm, *costs[0], asking)
-    controller, taken = runtime(llm).controller, count()
-    begin = controller.begin
+    controller = runtime(llm).controller
+    controller.begin = in_turns(controller.begin, steps, costs, lambda cost: change_costs(llm, *cost, asking))
 
-    def begun(*args: Any) -> None:
-        turn, step = divmod(next(taken), steps)
-        if step == 0:
-            change_costs(llm, *costs[turn % len(costs)], asking)
-        begin(*args)
 
-    controller.begin = begun
+def in_turns(step: Callable[..., Any], steps: int, values: list[Any], change: Callable[[Any], None]) -> Callable[..., Any]:
+    """What is called once in a step, and before every so many of its calls a change to the next value, round and round."""
+    turns = cycle(values)
+    taken = count()
+
+    def changed(*args: Any, **named: Any) -> Any:
+        if next(taken) % steps == 0:
+            change(next(turns))
+        return step(*args, **named)
+
+    return changed
 
 
 def choose_by_what_was_drawn(llm: Any) -> None:
@@ -358,9 +363,14 @@ def control_in_data_parallel(llm: Any) -> tuple[bool, bool, bool | None]:
     return it.controller.stateful, it.asks_native(["a"]), it._asked
 
 
+def plan_control(llm: Any) -> Any:
+    """Control of the steps that are planned ahead."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control
+
+
 def plan_by(llm: Any, sizes: list[int], seconds: list[float]) -> None:
     """From now on the steps that are planned ahead take passes over so many rows to take so long, and try nothing else."""
-    planned = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control
+    planned = plan_control(llm)
     type(planned).calibrate(planned, sizes, seconds)
     planned.costs.observe = planned.calibrate = lambda *_: None
     planned.costs.knows = lambda level: True
@@ -371,23 +381,13 @@ def plan_by(llm: Any, sizes: list[int], seconds: list[float]) -> None:
 
 def plan_in_turns(llm: Any, costs: list[tuple[list[int], list[float]]], steps: int) -> None:
     """`plan_by`, but every so many steps the next of these, and after the last one the first again."""
-    from itertools import count
-
-    planned, taken = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control, count()
-    plan = planned.plan
-
-    def in_turns(*args: Any, **named: Any) -> Any:
-        turn, step = divmod(next(taken), steps)
-        if step == 0:
-            plan_by(llm, *costs[turn % len(costs)])
-        return plan(*args, **named)
-
-    planned.plan = in_turns
+    planned = plan_control(llm)
+    planned.plan = in_turns(planned.plan, steps, costs, lambda cost: plan_by(llm, *cost))
 
 
 def leave_drafter_out(llm: Any) -> None:
     """As control does once drafting has not paid for long: until it is thought to pay again."""
-    planned = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control
+    planned = plan_control(llm)
     planned._paused, planned._length, planned._chosen = True, 0.0, 0
 
 
@@ -421,14 +421,14 @@ def planned_with(llm: Any, control: str | None = "adaptive", asynchronous: bool 
 
 def timed_before_planning(llm: Any) -> list[int]:
     """The numbers of rows whose passes were timed at start-up, as control of planned steps knows them."""
-    costs = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control.costs
+    costs = plan_control(llm).costs
     sizes: list[int] = costs._curve.__self__._sizes.astype(int).tolist()
     return sizes
 
 
 def plan_state(llm: Any) -> Any:
     """Where control of the steps that are planned ahead is at."""
-    return llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.control.state
+    return plan_control(llm).state
 
 
 DRAFTER_RUNS: list[int] = []

@@ -93,16 +93,21 @@ def test_the_distribution_is_the_targets(engines: SideBySide, narrow: Path, draf
     assert min(found.values()) > ALPHA, found
 
 
+def check_biased(engines: SideBySide, requests: int) -> None:
+    """An engine that was spoilt is found out, and left to nobody else."""
+    outputs, _ = sample(engines, requests)
+    engines.replaced()
+    found = p_values(engines, outputs)
+    assert found["first"] > ALPHA  # which no draft precedes
+    assert found["second"] < ALPHA / 1000, found
+
+
 @pytest.mark.parametrize("engines", ["v1"], indirect=True)
 def test_other_probabilities_than_the_drafters_are_found(engines: SideBySide, narrow: Path) -> None:
     """Negative control."""
     open_with(engines, narrow, eagle3, verifier="token")
     engines.inside("take_drafts_for_uniform")
-    outputs, _ = sample(engines, REQUESTS["v1"] // 4)
-    engines.replaced()
-    found = p_values(engines, outputs)
-    assert found["first"] > ALPHA  # which no draft precedes
-    assert found["second"] < ALPHA / 1000, found
+    check_biased(engines, REQUESTS["v1"] // 4)
 
 
 COSTS = [([1, 512], [0.010, seconds]) for seconds in (0.0105, 0.025, 0.040, 0.063, 1.0)]
@@ -151,11 +156,7 @@ def test_lengths_by_what_was_drawn_are_found(engines: SideBySide, narrow: Path) 
     """Negative control."""
     open_varying(engines, narrow)
     engines.inside("choose_by_what_was_drawn")
-    outputs, _ = sample(engines, REQUESTS["v1"] // 2)
-    engines.replaced()
-    found = p_values(engines, outputs)
-    assert found["first"] > ALPHA  # which no draft precedes
-    assert found["second"] < ALPHA / 1000, found
+    check_biased(engines, REQUESTS["v1"] // 2)
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])

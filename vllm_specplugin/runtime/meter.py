@@ -69,10 +69,8 @@ class Meter:
             wanted = kwargs.get("num_speculative_tokens")
             if isinstance(wanted, NoPass):
                 return drafts
-            ended = self._clock.now()
-            self._clock.spent("drafting", began, ended)
-            if wanted == 0 and (requests := self._decoding(args[0])):
-                self._clock.spent("first pass", began, ended, requests)
+            first_pass_of = self._decoding(args[0]) if wanted == 0 else 0
+            self._clock.spent("drafting", began, self._clock.now(), first_pass_of)
             return drafts
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -117,11 +115,10 @@ class Meter:
 
     def _report(self) -> StepReport:
         step, self._step = self._step, StepReport()
-        for kind, seconds, requests in self._clock.over():
-            if kind == "first pass":
-                step.first_passes.append((requests, seconds))
-            else:
-                (step.drafting_seconds if kind == "drafting" else step.verification_seconds).append(seconds)
+        for kind, seconds, first_pass_of in self._clock.over():
+            (step.drafting_seconds if kind == "drafting" else step.verification_seconds).append(seconds)
+            if first_pass_of:
+                step.first_passes.append((first_pass_of, seconds))
         for name, guard in self._guards.items():
             if faults := self._new(f"faults of {name}", guard.faults):
                 step.faults[name] = faults
@@ -150,13 +147,14 @@ class _Clock:
         event.record()
         return event
 
-    def spent(self, kind: str, began: Any, ended: Any, requests: int = 0) -> None:
-        self._spans.append((kind, began, ended, requests))
+    def spent(self, kind: str, began: Any, ended: Any, first_pass_of: int = 0) -> None:
+        """Note a span; for drafting that was the drafter's first pass alone, of how many requests."""
+        self._spans.append((kind, began, ended, first_pass_of))
 
     def over(self) -> list[tuple[str, float, int]]:
-        """The spans that the device is through with, their seconds, and their requests."""
+        """The spans that the device is through with, their seconds, and the requests of a first pass."""
         done = []
         while self._spans and (not self._cuda or self._spans[0][2].query()):
-            kind, began, ended, requests = self._spans.popleft()
-            done.append((kind, began.elapsed_time(ended) / 1000 if self._cuda else ended - began, requests))
+            kind, began, ended, first_pass_of = self._spans.popleft()
+            done.append((kind, began.elapsed_time(ended) / 1000 if self._cuda else ended - began, first_pass_of))
         return done
