@@ -43,6 +43,9 @@ RAISED = (Exception, SystemExit)
 MAX_FAILED_STEPS = 8
 """Steps in a row in which every row failed, after which a proposer is switched off."""
 
+HUNG_SECONDS = 60
+"""After so long on one step a proposer is taken not to come back."""
+
 MAX_PROBABILITY_ERROR = 0.02
 """How far a distribution's sum may be from 1 and still be taken for one: what summing 150,000 bfloat16 values can lose."""
 
@@ -89,7 +92,7 @@ class CheckedDrafts:
     lengths: NDArray[np.int64]
     """`[rows]`, at most the step's limits."""
     probabilities: torch.Tensor | None = None
-    """`[rows, k, vocab]`, what the ids were drawn from; None where they were chosen without chance."""
+    """`[rows, k, vocab]`, what the ids were drawn from; None where they were chosen deterministically."""
     unreliable: frozenset[int] = frozenset()
     """Rows whose probabilities say nothing: their drafts were drawn by chance, but it is not known from what."""
     expected: NDArray[np.float32] | None = None
@@ -126,6 +129,8 @@ class Guard:
         """Those to forget that ended, or are preempted, which a late proposer must not be said to have failed at."""
         self._lock = threading.Lock()
         """Held while one of the three is read and changed, which the proposer's thread does, too."""
+        self._hung = False
+        """It was switched off in the middle of its work."""
         self._failed_steps = 0
         self._steps_to_skip = 0
         self._rows_are_independent = not proposer.capabilities.own_kv_cache
@@ -175,6 +180,8 @@ class Guard:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop the state of requests that ended; at once, or as soon as the proposer is free."""
+        if self._hung:  # for ever, perhaps, and nobody asks it again
+            return
         with self._lock:
             self._plain.difference_update(request_ids)
             self._ended.update(request_ids)
@@ -191,7 +198,15 @@ class Guard:
             self._steps_to_skip -= 1
             return self._missed(Fallback.SKIPPED, step)
         if self._worker is not None and self._worker.busy:
-            return self._missed(Fallback.SKIPPED, step)
+            if self._worker.busy_seconds < HUNG_SECONDS:
+                return self._missed(Fallback.SKIPPED, step)
+            self._hung = self.switched_off = True
+            logger.error(
+                "The proposer %r has not come back for %d seconds and is switched off; decoding goes on without drafts.",
+                self.name,
+                HUNG_SECONDS,
+            )
+            return self._without(Fallback.SWITCHED_OFF, step)
         started = time.perf_counter()
         if self._worker is None:
             drafts = self._attempt(step)
@@ -387,6 +402,7 @@ class Worker:
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
+        self._began = 0.0
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     @property
@@ -394,9 +410,15 @@ class Worker:
         """The last job is not done yet."""
         return not self._idle.is_set()
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long ago the last job was begun."""
+        return time.monotonic() - self._began
+
     def run(self, job: Callable[[], T], timeout: float) -> T | None:
         """The job's result, or None where it takes longer than `timeout` seconds; it then goes on by itself."""
         result: list[T] = []
+        self._began = time.monotonic()
         self._idle.clear()
         self._jobs.put(lambda: result.append(job()))
         return result[0] if self._idle.wait(timeout) and result else None

@@ -347,6 +347,13 @@ def take_drafts_for_uniform(llm: Any) -> None:
     drafted.stacked = stacked
 
 
+def judge_grammars(llm: Any) -> None:
+    """From now on requests with a grammar are judged like any others."""
+    from vllm_specplugin.runtime import judging
+
+    judging._has_grammar = lambda request: False
+
+
 def control(llm: Any) -> Any:
     """Where control is at; None where draft lengths are fixed."""
     controller = runtime(llm).controller
@@ -383,6 +390,16 @@ def plan_in_turns(llm: Any, costs: list[tuple[list[int], list[float]]], steps: i
     """`plan_by`, but every so many steps the next of these, and after the last one the first again."""
     planned = plan_control(llm)
     planned.plan = in_turns(planned.plan, steps, costs, lambda cost: plan_by(llm, *cost))
+
+
+def plan_lengths(llm: Any, lengths: list[int]) -> None:
+    """From now on the steps that are planned ahead have so many drafts for each request, in turns."""
+    planned = plan_control(llm)
+    levels = cycle([planned.levels.tolist().index(length) for length in lengths])
+    planned._decide = lambda *_: next(levels)
+    planned._run_length = lambda: 1
+    planned._is_inconclusive = lambda: False
+    planned._left = 0
 
 
 def leave_drafter_out(llm: Any) -> None:

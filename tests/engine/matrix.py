@@ -212,7 +212,11 @@ ROWS: tuple[Row, ...] = (
     shaping("bad_words", ["bad_words"], ["bad_words"]),
     shaping("min_tokens", ["min_tokens"], ["min_tokens"]),
     shaping("all of these together", [], ["everything"]),
-    grammar("regex", "Drafts that the grammar forbids are cut off before they are verified, and not counted as refused."),
+    grammar(
+        "regex",
+        "Drafts that the grammar forbids are cut off before they are verified, and not counted as refused. `token` and `block` "
+        "would have to know what was cut off, and so such requests are walked.",
+    ),
     grammar("json"),
     grammar("choice"),
     grammar("grammar"),

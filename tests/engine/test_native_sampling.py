@@ -151,6 +151,23 @@ def test_lengths_that_are_planned_ahead(engines: SideBySide, narrow: Path) -> No
     check_varied(engines, outputs, counters)
 
 
+@pytest.mark.parametrize("engines", ["v2"], indirect=True)
+@pytest.mark.parametrize("verifier", ["token", "block"])
+def test_lengths_that_are_planned_for_a_batch_that_stays_the_same(engines: SideBySide, narrow: Path, verifier: str) -> None:
+    """Nobody joins a step for which one draft was planned where two may be, and what is known of its drafts is as narrow."""
+    open_with(engines, narrow, better, force_async=True, verifier=verifier, control="adaptive")
+    engines.inside("plan_lengths", [2, 1, 1])
+    hot = {"temperature": TEMPERATURE, "max_tokens": 12, "ignore_eos": True, "detokenize": False}
+    outputs = []
+    for requests in (1, 3):
+        results, counters = engines.draft([PROMPT] * requests, hot)
+        outputs += [len(result.token_ids) for result in results]
+        first, second = engines.counted.tokens["verified"]
+        assert 0 < second < first
+        assert counters.accepted > 0
+    assert outputs == [12] * 4
+
+
 @pytest.mark.parametrize("engines", ["v1"], indirect=True)
 def test_lengths_by_what_was_drawn_are_found(engines: SideBySide, narrow: Path) -> None:
     """Negative control."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.steps import host, step
 from vllm_specplugin import Capabilities, Drafts, Proposer, Step, Verdict
+from vllm_specplugin import guard as guard_module
 from vllm_specplugin.guard import MAX_FAILED_STEPS, Fallback, Fault, Guard
 from vllm_specplugin.proposers.base import ProposerOptions
 
@@ -396,6 +397,31 @@ def test_verdicts_and_forgetting_reach_the_proposer() -> None:
     guard.forget(["a", "unknown"])
     assert proposer.verdicts == [verdict]
     assert sorted(proposer.forgotten) == ["a", "unknown"]
+
+
+def test_a_proposer_that_does_not_come_back_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is collected for it: ids of all requests to come would be."""
+    monkeypatch.setattr(guard_module, "HUNG_SECONDS", 0.3)
+    release = threading.Event()
+
+    def answer(_: Step) -> Drafts:
+        release.wait(30)
+        return Drafts([[7]])
+
+    guard, _ = guard_of(answer, budget_ms=20)
+    guard.propose(step({"a": [1]}))
+    guard.propose(step({"a": [1, 2]}))
+    assert not guard.switched_off
+    time.sleep(0.3)
+    assert guard.propose(step({"a": [1, 2, 3]})).rows() == [[]]
+    assert guard.switched_off
+    for number in range(100):
+        guard.propose(step({str(number): [1]}))
+        guard.forget([str(number)])
+    assert not guard._ended
+    assert guard._to_forget <= {"a"}
+    assert guard.fallbacks == {Fallback.LATE: 1, Fallback.SKIPPED: 1, Fallback.SWITCHED_OFF: 101}
+    release.set()
 
 
 # -- missed steps -----------------------------------------------------------------

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.logger import init_logger
 
+from vllm_specplugin.arithmetic import slow_on_cpu
 from vllm_specplugin.config import SpecConfig
 from vllm_specplugin.control.controller import Controller
 from vllm_specplugin.errors import ConfigError
@@ -51,6 +52,8 @@ class Runtime:
         host = host_of(vllm_config, self.resolved, runner, str(device), get_tensor_model_parallel_rank())
         eager = self.resolved.config.host.get("enforce_eager", vllm_config.model_config.enforce_eager)
         self._data_parallel = vllm_config.parallel_config.data_parallel_size > 1
+        self.shards_sampling = bool(getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False))
+        """Each tensor-parallel rank samples requests of its own, on V2 where the user asks for it."""
         self.host = replace(host, layers=VllmLayers(device, eager), encode=encoder(vllm_config.model_config))
         self._model_config = vllm_config.model_config
         self._asked_for, self._plans_ahead = SpecConfig.parse(spec.plugin), spec.plans_ahead
@@ -123,6 +126,8 @@ class Runtime:
                 "distribution. Use 'verifier': 'auto' for answers that do.",
                 self.resolved.verifier_name,
             )
+        if slow := slow_on_cpu(self.host.device, self.host.dtype):
+            logger.warning("%s%s.", slow[0].upper(), slow[1:])
         for line in self.resolved.ignored():
             logger.warning("Ignored in --speculative-config: %s.", line)
 

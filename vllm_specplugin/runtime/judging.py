@@ -8,6 +8,8 @@ draft knows nothing of the target's noise; judging accepts more of the drafts th
 * where it has a seed and the verifier is lossless: it then gets plain decoding's tokens, in whatever batch and after
   whatever preemption. A judged token depends on where passes begin and end, and could not be repeated;
 * where no probabilities came with its drafts, if the verifier is about those; or such as nobody could rely on;
+* where a grammar may cut its drafts short, and the verifier is lossless: the cut depends on what was drawn, so that a judge who
+  does not see what was cut off would take the next token from the wrong law (stock vLLM does);
 * where the verifier is about samples (`one_hot`), unless that is the slower way to the same law: the host's sampler makes noise
   for the whole vocabulary at every verified row, which on V1 on a CPU takes many times as long as one uniform number per row.
 """
@@ -31,6 +33,11 @@ from vllm_specplugin.types import Request, Verdict
 
 if TYPE_CHECKING:
     from vllm_specplugin.runtime.core import Runtime
+
+SURE = 1e-3
+"""How far from 1 the sum of a softmax in float32 may be; a NaN among the logits makes it NaN."""
+CHUNK_BYTES = 2**28
+"""Of probabilities that are looked at together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +63,7 @@ class Judge:
         self.samples = isinstance(self.verifier, SampleVerifier)
         """The verifier decides by samples of the target, whoever draws them."""
         self._own_samples = runtime.host.runner == "v1" and runtime.host.device.startswith("cpu")
-        self.shared = runtime.host.tensor_parallel_size > 1 and not self.samples
+        self.shared = runtime.host.tensor_parallel_size > 1 and not self.samples and not runtime.shards_sampling
         """Other tensor-parallel ranks verify the same drafts, and might judge where this one walks."""
 
     def choose(self, requests: Sequence[Request], num_drafts: NDArray[np.integer], device: torch.device) -> Judged | None:
@@ -89,9 +96,9 @@ class Judge:
         if self.samples:
             return request.seed is None
         drafted = self.runtime.drafted
-        if verifier.lossless and drafted.unknown(request.request_id):
+        if verifier.lossless and (drafted.unknown(request.request_id) or _has_grammar(request)):
             return False
-        return not verifier.needs_probabilities or drafted.get(request.request_id) is not None
+        return not verifier.needs_probabilities or drafted.drawn(request.request_id)
 
     def verify(
         self, judged: Judged, target_probs: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor, passes: torch.Tensor
@@ -139,6 +146,10 @@ class Judge:
         return packed[:, 0].to(counts.dtype), packed[:, 1:].to(token_ids.dtype)
 
 
+def _has_grammar(request: Request) -> bool:
+    return getattr(request.sampling, "structured_outputs", None) is not None
+
+
 def _is_free(request: Request) -> bool:
     """Its tokens are drawn by chance, and nobody expects certain ones."""
     return request.temperature > 0 and request.seed is None
@@ -154,11 +165,45 @@ def probabilities_at(logits: torch.Tensor, row_at: torch.Tensor, every: bool) ->
     return logits[row_at].softmax(dim=-1, dtype=torch.float32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftLogits:
+    """What the drafts of one step were drawn from, where one of vLLM's own drafters on V2 keeps it.
+
+    That is a buffer with a place for each request, which holds it until the same request is drafted for again, and so until after
+    its verification. A copy would take gigabytes at hundreds of requests, and vLLM, which sees no drafts when it measures what a
+    step takes, has set nothing aside for it.
+    """
+
+    logits: torch.Tensor
+    """`[slots, >= k, >= vocab]`, before temperature."""
+    slots: torch.Tensor
+    """`[rows]`"""
+    temperature: torch.Tensor
+    """`[rows]` float32, none of them 0."""
+    k: int
+    vocab: int
+
+    def probabilities(self, rows: Sequence[int]) -> torch.Tensor:
+        """`[len(rows), k, vocab]` float32, of some of the step's rows."""
+        row = torch.tensor(rows, device=self.slots.device)
+        # The drafter draws from the same numbers, in float32, divided in the same way.
+        logits = self.logits[self.slots[row], : self.k, : self.vocab].float()
+        return logits.div_(self.temperature[row, None, None]).softmax(dim=-1)
+
+    def sound(self) -> torch.Tensor:
+        """`[rows, k]`: which places have a distribution at all; a NaN among the logits leaves none."""
+        rows = len(self.slots)
+        at_once = max(1, CHUNK_BYTES // (4 * max(self.k, 1) * self.vocab))
+        parts = [range(start, min(start + at_once, rows)) for start in range(0, rows, at_once)]
+        return torch.cat([(self.probabilities(part).sum(dim=-1) - 1).abs() < SURE for part in parts])
+
+
 class Drafted:
     """What each request's drafts were drawn from, kept until it is drafted for again."""
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[torch.Tensor, int]] = {}
+        self._of: dict[str, tuple[torch.Tensor | DraftLogits, int]] = {}
+        """Those of one step, and the request's row among them."""
         self._unknown: set[str] = set()
 
     def keep(self, request_ids: Sequence[str], drafts: CheckedDrafts) -> None:
@@ -172,17 +217,21 @@ class Drafted:
             elif drafts.probabilities is not None and length > 0:
                 self._of[request_id] = (drafts.probabilities, row)
 
-    def keep_all(self, request_ids: Sequence[str], probabilities: torch.Tensor | None) -> None:
-        """The same where all rows were drawn from what is given, `[rows, k, vocab]`, or all without chance."""
+    def keep_all(self, request_ids: Sequence[str], drawn_from: DraftLogits | None) -> None:
+        """The same where all rows were drawn from what is given, or all deterministically."""
         for row, request_id in enumerate(request_ids):
             self.drop(request_id)
-            if probabilities is not None:
-                self._of[request_id] = (probabilities, row)
+            if drawn_from is not None:
+                self._of[request_id] = (drawn_from, row)
+
+    def drawn(self, request_id: str) -> bool:
+        """It is known what a request's drafts were drawn from; else they were chosen deterministically, or `unknown` holds."""
+        return request_id in self._of
 
     def get(self, request_id: str) -> torch.Tensor | None:
-        """`[k, vocab]` float32, what a request's drafts were drawn from; None where they were chosen without chance."""
+        """`[k, vocab]` float32, what a request's drafts were drawn from; None where they were chosen deterministically."""
         kept = self._of.get(request_id)
-        return None if kept is None else kept[0][kept[1]]
+        return None if kept is None else _rows(kept[0], [kept[1]])[0]
 
     def drop(self, request_id: str) -> None:
         """The request ended, or its drafts are void."""
@@ -196,26 +245,39 @@ class Drafted:
     def stacked(self, requests: Sequence[Request], draft_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
         """`[rows, k, vocab]` for the requests of a step, None where no draft was drawn by chance.
 
-        Where only some were, the others get what they are: one-hot rows. `draft_ids` is `[rows, k]`, `lengths` `[rows]`.
+        Where only some were, the others get what they are: one-hot rows. `draft_ids` is `[rows, k]`, `lengths` `[rows]`. What was
+        kept may be narrower, where a step was planned with fewer drafts than may be: the ids behind it are filler, and get zeros.
         """
         kept = [self._of.get(request.request_id) for request in requests]
         k = draft_ids.shape[1]
-        first = next((entry for entry in kept if entry is not None), None)
-        if first is None:
-            return None
-        if all(entry is not None and entry[0] is first[0] for entry in kept):
-            rows = [row for _, row in kept]  # type: ignore[misc]
-            if rows == list(range(len(first[0]))):
-                return first[0][:, :k]
-            return first[0][torch.tensor(rows, device=first[0].device), :k]
-        vocab = first[0].shape[2]
-        stacked = first[0].new_zeros(len(kept), k, vocab)
+        of_step: dict[int, tuple[torch.Tensor | DraftLogits, list[int], list[int]]] = {}
         for place, entry in enumerate(kept):
             if entry is not None:
-                drawn = entry[0][entry[1], :k]
-                stacked[place, : len(drawn)] = drawn
+                _, places, rows = of_step.setdefault(id(entry[0]), (entry[0], [], []))
+                places.append(place)
+                rows.append(entry[1])
+        if not of_step:
+            return None
+        stacked: torch.Tensor | None = None
+        for drawn_from, places, rows in of_step.values():
+            drawn = _rows(drawn_from, rows)[:, :k]
+            if len(places) == len(kept) and drawn.shape[1] == k:
+                return drawn
+            if stacked is None:
+                stacked = drawn.new_zeros(len(kept), k, drawn.shape[2])
+            stacked[torch.tensor(places, device=stacked.device), : drawn.shape[1]] = drawn
+        assert stacked is not None
         without = torch.tensor([entry is None for entry in kept], device=stacked.device)
         inside = torch.arange(k, device=stacked.device) < lengths[:, None]
         mask = (without[:, None] & inside)[..., None].to(stacked.dtype)
         ids = draft_ids.long().masked_fill(~inside, 0)[..., None]
         return stacked.scatter_add_(2, ids, mask)
+
+
+def _rows(drawn_from: torch.Tensor | DraftLogits, rows: list[int]) -> torch.Tensor:
+    """`[len(rows), k, vocab]` float32, of what a step's drafts were drawn from."""
+    if isinstance(drawn_from, DraftLogits):
+        return drawn_from.probabilities(rows)
+    if rows == list(range(len(drawn_from))):
+        return drawn_from
+    return drawn_from[torch.tensor(rows, device=drawn_from.device)]

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_specplugin.control.uniform import NoPass
 from vllm_specplugin.runtime.control import Stopwatch
+from vllm_specplugin.runtime.judging import DraftLogits
 from vllm_specplugin.runtime.native import NativeDrafts, check_draft_vocabulary
 from vllm_specplugin.runtime.v2 import Drafting
 from vllm_specplugin.scorers.uniforms import pass_keys
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-
-SURE = 1e-3
-"""How far from 1 the sum of a softmax in float32 may be; a NaN among the logits makes it NaN."""
 
 
 def overlay(speculator: DraftModelSpeculator, runner: GPUModelRunner) -> Drafting:
@@ -107,10 +105,11 @@ class _Overlay:
         if dummy_run:
             return out
         out = speculator.draft_tokens[: input_batch.num_reqs]
-        probabilities = self._probabilities(input_batch, temperature, k)
+        drawn_from = self._drawn_from(input_batch, temperature, k)
         if drafting.runtime.hands_native_drafts_on:
-            self._hand_on(input_batch, num_sampled, k, probabilities)
+            self._hand_on(input_batch, num_sampled, k, drawn_from)
         else:
+            probabilities = None if drawn_from is None else drawn_from.probabilities(range(input_batch.num_reqs))
             native = NativeDrafts(Drafts(token_ids=out[:, :k].clone(), probabilities=probabilities))
             drafting.propose(input_batch, *states, k, out, native, self._stopwatch)
         return out
@@ -129,19 +128,17 @@ class _Overlay:
         finally:
             speculator.num_speculative_steps = most
 
-    def _probabilities(self, input_batch: InputBatch, temperature: torch.Tensor, k: int) -> torch.Tensor | None:
-        """What the drafts were drawn from, `[requests, k, vocab]` float32; None where nobody in the step samples."""
+    def _drawn_from(self, input_batch: InputBatch, temperature: torch.Tensor, k: int) -> DraftLogits | None:
+        """What the drafts were drawn from, a row for each request; None where nobody in the step samples."""
         logits, runtime = self.speculator.draft_logits, self.drafting.runtime
         if logits is None or k == 0 or all(runtime.request(name, None).temperature == 0 for name in input_batch.req_ids):
             return None
-        slots = input_batch.idx_mapping
+        slots = input_batch.idx_mapping[: input_batch.num_reqs].clone()  # vLLM writes the next step's over it
         heat = temperature[slots].float()  # [requests]
         heat = torch.where(heat == 0, 1.0, heat)  # greedy requests have no use for theirs
-        # The drafter draws from the same numbers, in float32, divided in the same way.
-        kept = logits[slots, :k, : runtime.host.vocab_size].float()
-        return kept.div_(heat[:, None, None]).softmax(dim=-1)
+        return DraftLogits(logits, slots, heat, k, runtime.host.vocab_size)
 
-    def _hand_on(self, input_batch: InputBatch, num_sampled: torch.Tensor, k: int, probabilities: torch.Tensor | None) -> None:
+    def _hand_on(self, input_batch: InputBatch, num_sampled: torch.Tensor, k: int, drawn_from: DraftLogits | None) -> None:
         """Note how many of the drafts count, without waiting for the device: what the guard would see to, seen to there."""
         drafting = self.drafting
         runtime, rows = drafting.runtime, input_batch.num_reqs
@@ -151,10 +148,9 @@ class _Overlay:
         if (wanted < k).any():
             room = room.minimum(torch.from_numpy(wanted).to(drafting.device, non_blocking=True))
         lengths = torch.where(num_sampled[:rows] > 0, room.clamp(0, k), 0)  # none for rows that are still prefilling
-        if probabilities is not None:
+        if drawn_from is not None:
             # A row ends before the first draft that was drawn from something that is no distribution.
-            sound = (probabilities.sum(dim=-1) - 1).abs() < SURE  # [requests, k]
-            lengths = lengths.minimum(sound.long().cumprod(dim=1).sum(dim=1))
+            lengths = lengths.minimum(drawn_from.sound().long().cumprod(dim=1).sum(dim=1))
         drafting.keep_lengths(input_batch, lengths)
         runtime.meter.drafted(input_batch.req_ids, None)
-        runtime.drafted.keep_all(input_batch.req_ids, probabilities)
+        runtime.drafted.keep_all(input_batch.req_ids, drawn_from)

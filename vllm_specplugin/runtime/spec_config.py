@@ -16,6 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from pydantic import Field
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.config.utils import config
@@ -162,6 +163,14 @@ def _num_mtp_layers(config: Any) -> int:
         return 0
 
 
+def seed_of(seed: int, data_parallel_index: int) -> int:
+    """One of several engines' own seed: they are started with the same one, and must not answer the same prompt alike.
+
+    As vLLM tells them apart itself (`set_random_seed`).
+    """
+    return int(np.random.SeedSequence((seed, data_parallel_index)).generate_state(1)[0]) if data_parallel_index else seed
+
+
 def host_of(
     vllm_config: VllmConfig, resolved: ResolvedConfig, runner: Literal["v1", "v2"], device: str, tensor_parallel_rank: int = 0
 ) -> Host:
@@ -175,7 +184,7 @@ def host_of(
         hidden_size=model.get_hidden_size(),
         device=device,
         dtype=str(model.dtype).removeprefix("torch."),
-        seed=model.seed or 0,
+        seed=seed_of(model.seed or 0, vllm_config.parallel_config.data_parallel_index),
         runner=runner,
         config=resolved.config,
         model=model.model,

@@ -76,8 +76,9 @@ class _Hooks:
         self._stock_update_states = runner._update_states
 
     def update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """As in stock, and the proposer forgets requests that ended or lost their KV cache."""
-        self.runtime.forget(chain(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ()))
+        """As in stock, and the proposer forgets requests that ended or lost their KV cache, or whose session goes on anew."""
+        begun = (request.req_id for request in scheduler_output.scheduled_new_reqs)  # known ones: sessions with streamed input
+        self.runtime.forget(chain(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or (), begun))
         return self._stock_update_states(scheduler_output)
 
     def input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:

@@ -142,10 +142,12 @@ class _JudgedStep:
         self, judged: Judged, layout: _Layout, draft_ids: torch.Tensor, known: torch.Tensor, drawn_rows: NDArray[np.int64]
     ) -> None:
         self.judged = judged
-        self.lengths = layout.lengths[judged.rows]
         longest = int(layout.drafts[list(judged.places)].max())
         self.row_at = layout.row_at[judged.rows, : longest + 1]  # [judged, longest + 1]
         self.draft_ids = draft_ids[judged.rows, :longest]
+        # The scheduler fills up a request that joins others with a single token: -1 is no draft, nor is what comes after it.
+        inside = torch.arange(longest, device=draft_ids.device) < layout.lengths[judged.rows, None]
+        self.lengths = ((self.draft_ids >= 0) & inside).long().cumprod(dim=1).sum(dim=1)  # [judged]
         self.known = known[judged.rows]
         self.drawn_rows = drawn_rows
         """The rows of requests that are walked and sampled."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -131,7 +132,8 @@ class Verification(RejectionSampler):
         row_at = (first[:, None] + position).clamp(max=logits.shape[0] - 1)  # [requests, k + 1]
         drafts = verify_draft_sampled[row_at[:, 1:]]  # [requests, k]; -1 where a draft is marked invalid
         if judged is None or not judged.every:
-            target_ids, processed = self.sampler.sample(*sampling, return_logprobs=True)
+            with self._noise_by_position():
+                target_ids, processed = self.sampler.sample(*sampling, return_logprobs=True)
         else:
             target_ids = torch.zeros_like(verify_draft_sampled)  # nobody is walked
         if judged is not None:  # a fused sampler applies top-k and top-p where its caller does not see it
@@ -147,6 +149,20 @@ class Verification(RejectionSampler):
             verdict = self.judge.verify(judged, target_probs, drafts, valid, known)
         merged = self.judge.merge(walked, judged, verdict)
         return processed, merged.token_ids.clamp(min=0), (merged.accepted + 1).to(torch.int32)
+
+    @contextmanager
+    def _noise_by_position(self) -> Iterator[None]:
+        """Where ranks share a step, have the host draw by (seed, position) and not by a generator.
+
+        FlashInfer's sampler draws from the device's generator. A rank that judges where another one walks would draw from it less
+        often, and ranks draw the tokens of later steps, of prompts for example, each by itself.
+        """
+        flashinfer = self.sampler.use_flashinfer
+        self.sampler.use_flashinfer = flashinfer and not self.judge.shared
+        try:
+            yield
+        finally:
+            self.sampler.use_flashinfer = flashinfer
 
     def _by_host_kernels(
         self,
