@@ -218,7 +218,7 @@ def main() -> None:
     text = "\n".join(report({name: run(engine, answers, options.times) for name, engine in engines.items()}))
     print(text)
     if options.markdown:
-        command = f"`python benchmarks/control_replay.py --times {options.times}`"
+        command = f"`python benchmarks/control_replay.py --answers answers.json --model MODEL --times {options.times}`"
         title = f"# Control over replayed answers\n\n{command}; what is replayed and what a pass takes stands in the script.\n\n"
         options.markdown.write_text(title + text + "\n", encoding="utf-8")
 

@@ -1,7 +1,8 @@
 """Does adaptive control ever make serving slower? Plain decoding, adaptive and fixed draft lengths, over load and traffic.
 
     python benchmarks/do_no_harm.py MODEL --rounds FILE [--proposer NAME] [--fixed 1,2,4,8] [--concurrency 1,2,...,64]
-                                    [--kinds KIND ...] [--seconds-per-cell N] [--max-tokens N] [--markdown FILE] [--plots DIR]
+                                    [--kinds KIND ...] [--seconds-per-cell N] [--max-tokens N] [--engine-args JSON]
+                                    [--markdown FILE] [--plots DIR]
 
 A cell is one kind of traffic at one concurrency. All engines are alive at once and answer the same requests in turns, round
 after round until the cell's time is up; a ratio is the median over its rounds. In a round another request takes the place of one
@@ -10,8 +11,9 @@ that ends, until three times as many as run at once are done. Answers differ in 
 `bench`'s own; random text is token ids drawn from a few, gone on with at temperature 1, so that a drafter always finds
 something to copy and is mostly refused; the others are greedy. Prompts never repeat. Rounds are appended to the file as they
 come: an interrupted run goes on where it was, and `--seconds-per-cell 0` only evaluates what is there. A second plain engine
-shows how far two engines that do the same seem to differ. Seven engines of a small model take 10 GB; on two cores one round of
-every cell takes about 40 minutes.
+shows how far two engines that do the same seem to differ. Small loads come first, of all kinds. Seven engines of a small model
+take 10 GB; on two cores one round of every cell takes about 40 minutes. On a CPU without instructions for bfloat16 say
+`--engine-args '{"dtype": "float32", "kv_cache_memory_bytes": 1000000000}'`; they take 20 GB then.
 """
 
 from __future__ import annotations
@@ -104,11 +106,14 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     lineup_of = candidates(options.proposer, options.fixed)
     load = Load(tuple(options.concurrency), options.max_tokens, ignore_eos=True, uneven=True, per_place=PER_PLACE)
     logs = Path(tempfile.mkdtemp(prefix="do-no-harm-"))
-    with progress_bars(True) as bars, Lineup(options.model, load, longest, {}, len(lineup_of), logs, bars) as lineup:
+    with (
+        progress_bars(True) as bars,
+        Lineup(options.model, load, longest, options.engine_args, len(lineup_of), logs, bars) as lineup,
+    ):
         lineup.start(lineup_of)
         meter = NeighbourMeter([engine.process.pid for engine in lineup.engines.values()])
         task = bars.add_task("cells", total=len(cells))
-        for kind, concurrency in cells:
+        for kind, concurrency in sorted(cells, key=lambda cell: cell[1]):
             bars.update(task, description=f"cells: {kind}, {concurrency} at once")
             lineup.traffic = traffic[kind]
             lineup.load = replace(load, temperature=1.0 if kind == RANDOM else 0.0)
@@ -127,7 +132,8 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What all rounds of a file must share."""
-    return {"model": options.model, "proposer": options.proposer, "fixed": options.fixed, "max_tokens": options.max_tokens}
+    names = ("model", "proposer", "fixed", "max_tokens", "engine_args")
+    return {name: getattr(options, name) for name in names}
 
 
 def append(options: argparse.Namespace, kind: str, concurrency: int, samples: Samples, facts: Mapping[str, Any]) -> None:
@@ -305,6 +311,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seconds-per-cell", type=float, default=60.0, help="of all engines' work together")
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments of vllm.LLM")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--plots", type=Path, metavar="DIR")

@@ -149,7 +149,7 @@ class ResolvedConfig:
         if self.config.verifier != "auto":
             return f"named in the configuration; {promise}"
         if self.config.draft_sampling == "greedy":
-            return f"chosen by auto: the drafts are picked without chance, for which it is {promise} and needs no probabilities"
+            return f"chosen by auto: drafts are picked deterministically, for which it is {promise} and needs no probabilities"
         return f"chosen by auto: {promise} with drafts that are drawn by chance"
 
     def ignored(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Speculative decoding in one page: the executable specification of what the engine must do.
 
 A *target* maps known tokens to the distribution of the next one, `[vocab]`. A *drafter* maps known tokens to drafts: a list
-of ids chosen without chance, or ids with the distributions that they were drawn from. A *verifier* decides which drafts stand
+of ids chosen deterministically, or ids with the distributions that they were drawn from. A *verifier* decides which drafts stand
 and what follows them. What is emitted follows the target's distribution whatever the drafter does; with the verifier
 `one_hot`, whose noise is keyed by position as an engine keys a seeded request's, it even is what plain decoding emits:
 

@@ -258,7 +258,7 @@ class Drafts:
     logits: torch.Tensor | None = None
     """`[rows, k, vocab]`: exactly what each id was drawn from by softmax, temperature and truncation already applied."""
     probabilities: torch.Tensor | None = None
-    """`[rows, k, vocab]`: the same as probabilities. None for both means that the ids were chosen without chance."""
+    """`[rows, k, vocab]`: the same as probabilities. None for both means that the ids were chosen deterministically."""
     expected: NDArray[np.floating] | None = None
     """`[rows, k]`: the proposer's own estimate of the probability that each draft is accepted, those before it accepted."""
     sources: Sequence[str] | None = None

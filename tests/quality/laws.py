@@ -86,7 +86,7 @@ class Way:
     claimed: Model | None = None
     """What the verifier is told that drafts are drawn from, where that is not the drafter."""
     one_hot: bool = False
-    """The verifier is told nothing: the drafts pass for chosen without chance."""
+    """The verifier is told nothing: the drafts pass for chosen deterministically."""
     key: Key = fresh
 
     def one_pass(self, known: Prefix, chance: Chance) -> Prefix:

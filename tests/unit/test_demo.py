@@ -40,7 +40,7 @@ def sample(tokens: int, seconds: float, passes: int, drafts: int = 0, accepted: 
 
 
 def result_of(*prompts: PromptResult, others: float | None = 0.02) -> DemoResult:
-    environment = {"vllm": "0.32.0", "cores": 2, "others_share": others}
+    environment = {"vllm": "0.32.0", "cores": 2, "dtype": "bfloat16", "others_share": others}
     return DemoResult("/models/Tiny", {"proposer": "ngram"}, 80, 1, list(prompts), Noise(0.125, 40), environment)
 
 

@@ -44,12 +44,16 @@ def lengths(best: Candidate) -> list[Candidate]:
 
 
 def verifiers(best: Candidate) -> list[Candidate]:
-    """Drafts without chance, and drawn ones with every lossless verifier that weighs them."""
+    """Deterministic drafts, and drawn ones with every lossless verifier of this package that weighs them.
+
+    Others only say that they are lossless; whoever trusts one names it in the configuration to begin with.
+    """
     config = best.config or {}
     if not names_a_proposer(config) or not resolve(SpecConfig.parse(config)).capabilities.probabilities:
         return []
     rest = {key: value for key, value in config.items() if key not in ("verifier", "draft_sampling")}
-    lossless = [name for name in VERIFIERS.names() if VERIFIERS.resolve(name).lossless]
+    ours = [entry.name for entry in VERIFIERS.entries() if entry.target.startswith(f"{__package__.partition('.')[0]}.")]
+    lossless = [name for name in ours if VERIFIERS.resolve(name).lossless]
     drawn = ({**rest, "draft_sampling": "probabilistic", "verifier": name} for name in lossless)
     return _valid(best, [rest, *drawn])
 

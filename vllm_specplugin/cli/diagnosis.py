@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
+from vllm_specplugin.arithmetic import slow_on_cpu
 from vllm_specplugin.cli.output import one_line
 from vllm_specplugin.config import ResolvedConfig, SpecConfig, names_a_proposer, resolve
 from vllm_specplugin.errors import SpecPluginError
@@ -212,6 +213,8 @@ def _ask_vllm(found: Diagnosis, config: Mapping[str, Any], flags: Mapping[str, A
     elif found.resolved is not None and found.resolved.capabilities.native and engine.host is not None:
         # Its own k may depend on the target, of which nobody knew anything yet.
         found.resolved = replace(found.resolved, num_speculative_tokens=engine.host.num_speculative_tokens)
+    if engine.host is not None and (slow := slow_on_cpu(engine.host.device, engine.host.dtype)):
+        found.notes.append(slow)
     if found.model is None:
         found.notes.append("no MODEL was named: its own limits, the scheduling and the memory bill were not looked at")
 
@@ -248,7 +251,7 @@ def _memory_bill(resolved: ResolvedConfig, engine: inspect.Engine | None) -> lis
     if config.draft_sampling == "probabilistic":
         probabilities = MemoryItem("draft probabilities", rows * k * row_bytes, shape)
     else:
-        probabilities = MemoryItem("draft probabilities", 0, "drafts are picked without chance")
+        probabilities = MemoryItem("draft probabilities", 0, "drafts are picked deterministically")
     drafted = rows * k
     if engine.max_num_batched_tokens is not None and engine.max_num_batched_tokens < drafted + rows:
         drafted = max(engine.max_num_batched_tokens - rows, 0)

@@ -1,9 +1,9 @@
 """How probably a draft is accepted: by who drafted it, how far ahead it is, how well drafts went just before, and whose it is.
 
-A draft that was picked without chance can be judged without being verified: it would have been accepted exactly if the target's
-own token equals it. So every draft is held against the tokens that its request goes on to commit, whether it was verified or
-trimmed. That is how estimates stay right while nothing is verified, and it costs the target nothing. A draft that was drawn by
-chance is judged only where it was verified: it may be accepted more often than the same token would be drawn again.
+A draft that was picked deterministically can be judged without being verified: it would have been accepted exactly if the
+target's own token equals it. So every draft is held against the tokens that its request goes on to commit, whether it was
+verified or trimmed. That is how estimates stay right while nothing is verified, and it costs the target nothing. A draft that was
+drawn by chance is judged only where it was verified: it may be accepted more often than the same token would be drawn again.
 
 All of this is about tokens that are committed. What a step decides depends on nothing that is still to be drawn.
 """
@@ -33,7 +33,7 @@ WINDOW, REQUEST_WINDOW = 30.0, 60.0
 """Tests after which an older one of a kind of draft, and of a request, counts half: traffic changes."""
 
 CAUTION = 1.5
-"""Standard errors that drafts picked without chance are thought to be worse than they seem. Of many estimates the highest are
+"""Standard errors that drafts picked deterministically are thought to be worse than they seem. Of many estimates the highest are
 chosen, and those are mostly too high; nothing is lost by it, since these drafts are judged whether they are verified or not."""
 
 HIGHEST = 0.995

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_specplugin.arithmetic import fast_type
 from vllm_specplugin.engine_process import serve_engine, spec_counters
 from vllm_specplugin.prompt_files import Prompt, encode
 
@@ -42,7 +43,7 @@ class Engine:
         self.prompts = [encode(Prompt(**prompt), self.tokenizer) for prompt in settings["prompts"]]
         arguments: dict[str, Any] = {
             "model": settings["model"],
-            "dtype": "bfloat16",
+            "dtype": fast_type(str(current_platform.device_type)),
             "enforce_eager": True,  # starts in a fifth of the time and is as fast for a small model on a CPU
             "enable_prefix_caching": False,  # a repeated prompt must cost what it cost the first time
             "max_num_seqs": 4,
@@ -67,6 +68,7 @@ class Engine:
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "dtype": str(self.llm.llm_engine.model_config.dtype).removeprefix("torch."),
             "prompt_tokens": lengths,
         }
 

@@ -47,9 +47,8 @@ class Difference:
     @property
     def near_tie(self) -> bool:
         """Whether numerical noise of the measured size can turn the choice around."""
-        return (
-            self.margin is not None and abs(self.margin) <= self.noise + 1e-3
-        )  # margins come in steps of bfloat16, 1/8 and such
+        # In bfloat16 margins come in steps, 1/8 and such.
+        return self.margin is not None and abs(self.margin) <= self.noise + 1e-3
 
     @property
     def verdict(self) -> str:

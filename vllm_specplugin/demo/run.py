@@ -101,6 +101,7 @@ def _run(
             "python": platform.python_version(),
             "cores": os.cpu_count(),
             "threads": facts["threads"],
+            "dtype": facts["dtype"],
             "others_share": meter.share(),
         }
         result.noise = _explain(plain, result.prompts, result.noise, bars)

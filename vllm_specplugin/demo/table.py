@@ -34,7 +34,7 @@ def cells(row: Row) -> tuple[str, ...]:
 def heading(result: DemoResult) -> str:
     """One line: what was run."""
     config = json.dumps(result.speculative_config)
-    return f"{Path(result.model).name}, plain and with {config}, greedy, bfloat16, one request at a time"
+    return f"{Path(result.model).name}, plain and with {config}, greedy, {result.environment['dtype']}, one request at a time"
 
 
 def differences(result: DemoResult) -> list[str]:
@@ -69,7 +69,7 @@ def notes(result: DemoResult) -> list[str]:
     ]
     if any(prompt.difference is not None for prompt in result.prompts):
         lines.append(
-            "In bfloat16 a pass over several tokens rounds differently from a pass over one: over "
+            f"In {facts['dtype']} a pass over several tokens rounds differently from a pass over one: over "
             f"{result.noise.positions} positions that moved the margin of the two top logits by up to "
             f"{result.noise.largest:.3f}. Two tokens nearer than that can change places."
         )

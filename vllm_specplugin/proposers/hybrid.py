@@ -243,9 +243,9 @@ class HybridProposer(Proposer[HybridOptions]):
         )
 
     def _laws(self, choice: _Choice, token_ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> torch.Tensor | None:
-        """What the drafts were drawn from, `[rows, k, vocab]`; None where all were chosen without chance.
+        """What the drafts were drawn from, `[rows, k, vocab]`; None where all were chosen deterministically.
 
-        Rows that a part without chance drafted are one-hot, and so are those of which it is not known what they were drawn from:
+        Rows that a deterministic part drafted are one-hot, and so are those of which it is not known what they were drawn from:
         given the draft that is what they are, which costs acceptance and is as lossless. So may be treated whatever
         comes with probabilities that the part did not announce.
         """

@@ -33,7 +33,7 @@ class Verifier(ABC):
         Args:
             target_probs: `[rows, k + 1, vocab]` float32, the target's distribution before each draft and after the last
                 one, with everything that the request asked for applied. Entries past a row's `lengths` may be anything.
-            draft_probs: `[rows, k, vocab]` float32, what each draft was drawn from; None for drafts chosen without chance.
+            draft_probs: `[rows, k, vocab]` float32, what each draft was drawn from; None for drafts chosen deterministically.
                 The same holds for its entries past a row's `lengths`.
             draft_ids: `[rows, k]`; ids at and after `lengths[row]` are ignored.
             lengths: `[rows]`, the number of drafts of each row.

@@ -1,4 +1,4 @@
-"""`one_hot`: sample-and-walk, for drafts that were chosen without chance.
+"""`one_hot`: sample-and-walk, for drafts that were chosen deterministically.
 
 At every drafted position draw y from the target as plain decoding would, emit it, and go on while it equals the draft.
 With a deterministic draft this *is* speculative sampling (arXiv 2211.17192, algorithm 1, with q one-hot: the draft x is

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_specplugin.arithmetic import cpu_has_instructions
 from vllm_specplugin.engine_process import serve_engine
 from vllm_specplugin.prompt_files import Prompt, encode
 
@@ -22,7 +23,9 @@ class Engine:
         from vllm.platforms import current_platform
 
         self.tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-        defaults = ON_CPU if current_platform.is_cpu() else {}
+        defaults: dict[str, Any] = {}
+        if current_platform.is_cpu():
+            defaults = {**ON_CPU, "dtype": "auto" if cpu_has_instructions("bfloat16") else "float32"}
         self.llm = LLM(model=settings["model"], **{**defaults, **settings["engine_args"]})
 
     def facts(self) -> dict[str, Any]:

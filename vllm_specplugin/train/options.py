@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_specplugin.errors import ConfigError
 
 OptionsT = TypeVar("OptionsT", bound="LoopOptions")
+"""One objective's options."""
 
 
 class LoopOptions(BaseModel):
@@ -33,7 +34,11 @@ class LoopOptions(BaseModel):
     clip: float = Field(1.0, ge=0, description="Largest norm of the gradient; 0 to leave it as it is.")
     evaluations: int = Field(10, ge=0, description="How often the held-out examples are looked at during the run.")
     checkpoint_minutes: float = Field(5.0, gt=0, description="How often the state of the run is written.")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Type of the arithmetic; parameters stay in float32.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="Type of the arithmetic; parameters stay in float32. auto: bfloat16, but float32 on a CPU without "
+        "instructions for bfloat16.",
+    )
     device: str = Field("auto", description="As PyTorch names it; auto takes a GPU where there is one.")
     seed: int = Field(0, ge=0, description="Of the run: order of the data, held-out examples, initialisation.")
     fresh: bool = Field(False, description="Drop what --out holds instead of going on with it.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_specplugin.arithmetic import fast_type
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.heads import checkpoint
 from vllm_specplugin.train.batch import Source, Subset
@@ -17,7 +18,7 @@ from vllm_specplugin.train.curves import write_csv, write_png
 from vllm_specplugin.train.data import Example, read_examples
 from vllm_specplugin.train.loop import PLACE_COLUMNS, Loop, device_of
 from vllm_specplugin.train.objective import Objective
-from vllm_specplugin.train.options import RUN_ONLY, LoopOptions, TrainOptions
+from vllm_specplugin.train.options import RUN_ONLY, LoopOptions, OptionsT, TrainOptions
 from vllm_specplugin.train.progress import Screen
 from vllm_specplugin.train.state import RESUME, open_run, split, write_run
 from vllm_specplugin.train.states import cached_states, examples_digest, token_source
@@ -51,7 +52,7 @@ def train_heads(options: TrainOptions, build: Callable[[Any, Setting], Objective
         SpecPluginError: something in the options, the data or the folder is not as it must be; or Ctrl-C, with the state kept.
     """
     require_libraries()
-    screen = screen or Screen()
+    screen, options = screen or Screen(), _settled(options)
     device, dtype = device_of(options.device), getattr(torch, options.dtype)
     target = TargetModel(options.target, dtype, device)
     examples = read_examples(options.data, target.tokenizer, options.max_length)
@@ -90,6 +91,7 @@ def train_objective(
         made_from: arguments of `heads.checkpoint.provenance`: target, data, tokens.
     """
     require_libraries()
+    options = _settled(options)
     about = _claim(objective, options, depends_on)
     return _train(objective, train, held_out, options, about, made_from, screen or Screen())
 
@@ -99,6 +101,13 @@ def require_libraries() -> None:
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"`train` needs {', '.join(missing)}, not installed here: pip install 'vllm-specplugin[train]'")
+
+
+def _settled(options: OptionsT) -> OptionsT:
+    """With the type of the arithmetic that suits the device, so that a run which is resumed elsewhere goes on in the same."""
+    if options.dtype != "auto":
+        return options
+    return options.model_copy(update={"dtype": fast_type(device_of(options.device).type)})
 
 
 def _train(

@@ -43,7 +43,7 @@ class Step:
     emitted: NDArray[np.int64]
     """`[requests]`: 0 for a request whose prompt is still being read."""
     draft_probs: Mapping[int, torch.Tensor]
-    """Request's place -> `[drafts, vocab]`, what its drafts were drawn from; the others were chosen without chance."""
+    """Request's place -> `[drafts, vocab]`, what its drafts were drawn from; the others were chosen deterministically."""
 
 
 @dataclass(frozen=True, slots=True)
