@@ -119,9 +119,10 @@ def native_draws(llm: Any, draws: int) -> tuple[list[list[int]], list[list[float
     tokens = gumbel_sample(logits[slots], slots, temperature, seeds, torch.arange(2 * draws), True, True, **column)
     runtime = SimpleNamespace(request=lambda *_: SimpleNamespace(temperature=1.0), host=SimpleNamespace(vocab_size=16))
     overlay: Any = SimpleNamespace(speculator=SimpleNamespace(draft_logits=kept), drafting=SimpleNamespace(runtime=runtime))
-    batch: Any = SimpleNamespace(idx_mapping=torch.arange(2), req_ids=["a", "b"])
-    laws = _Overlay._probabilities(overlay, batch, temperature, 1)
-    assert laws is not None
+    batch: Any = SimpleNamespace(idx_mapping=torch.arange(2), req_ids=["a", "b"], num_reqs=2)
+    drawn_from = _Overlay._drawn_from(overlay, batch, temperature, 1)
+    assert drawn_from is not None
+    laws = drawn_from.probabilities([0, 1])
     counts = [torch.bincount(tokens[slots == slot], minlength=16).tolist() for slot in range(2)]
     return counts, laws[:, 0].tolist()
 
