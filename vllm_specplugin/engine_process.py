@@ -43,8 +43,8 @@ def preload_libraries(loaded: Sequence[str]) -> list[str]:
     return ([] if "omp" in have else openmp[:1]) + ([] if "malloc" in have else malloc[:1])
 
 
-def engine_environment(model: str, every_core: bool = False) -> dict[str, str]:
-    """The environment of an engine process. What the user has set stays as it is."""
+def engine_environment(*models: str, every_core: bool = False) -> dict[str, str]:
+    """The environment of an engine process that loads `models`. What the user has set stays as it is."""
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in the engine's own process: nothing is between it and who measures
         "KMP_BLOCKTIME": "5",  # ms; by default an idle engine's threads spin for 200 ms on the cores of the other
@@ -52,8 +52,8 @@ def engine_environment(model: str, every_core: bool = False) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if Path(model).is_dir():
-        wanted["HF_HUB_OFFLINE"] = "1"  # everything is in the folder; do not wait for a hub that is out of reach
+    if all(Path(model).exists() for model in models):
+        wanted["HF_HUB_OFFLINE"] = "1"  # everything is in folders; do not wait for a hub that is out of reach
     if every_core:
         wanted["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)
     environment = {**wanted, **os.environ}
@@ -61,6 +61,13 @@ def engine_environment(model: str, every_core: bool = False) -> dict[str, str]:
     if sys.platform == "linux":
         environment["LD_PRELOAD"] = ":".join([*loaded, *preload_libraries(loaded)])
     return environment
+
+
+def models_of(settings: Mapping[str, Any]) -> list[str]:
+    """The target, what drafts for it, and whose tokenizer is used: all that an engine loads by name."""
+    drafter, args = settings.get("speculative_config") or {}, settings.get("engine_args") or {}
+    named = (settings["model"], drafter.get("model"), args.get("tokenizer"))
+    return [str(name) for name in named if name]
 
 
 class EngineProcess:
@@ -79,7 +86,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                env=engine_environment(str(settings["model"]), every_core),
+                env=engine_environment(*models_of(settings), every_core=every_core),
                 text=True,
                 encoding="utf-8",
                 start_new_session=True,  # Ctrl-C is the parent's to handle; it closes the engines in order

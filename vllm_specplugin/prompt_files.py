@@ -38,6 +38,19 @@ def ask(kind: str, name: str, question: str) -> Prompt:
     return Prompt(kind, name, (user(question),))
 
 
+def numbered_lines(file: Path) -> list[tuple[int, str]]:
+    """The lines of a UTF-8 file that are not empty, with their numbers from 1 on.
+
+    Lines end where editors and JSON lines say so: other line separators that Unicode knows may stand inside a text.
+
+    Raises:
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is no UTF-8.
+    """
+    lines = file.read_text(encoding="utf-8-sig").split("\n")
+    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+
+
 def load_prompts(file: Path) -> list[Prompt]:
     """The prompts of a user's file: JSONL where its name ends in .jsonl or .json, else one prompt per line.
 
@@ -46,11 +59,10 @@ def load_prompts(file: Path) -> list[Prompt]:
     template continues it as it stands. Empty lines are skipped. Raises SpecPluginError naming the line that is at fault.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        numbered = numbered_lines(Path(file))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecPluginError(f"cannot read the prompts in {file}: {error}; expected a UTF-8 text or JSONL file") from error
     as_json = Path(file).suffix in (".jsonl", ".json")
-    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise SpecPluginError(f"{file} holds no prompts; expected one per line")
     return [_json_line(file, n, line) if as_json else ask(USER_KIND, f"line {n}", line) for n, line in numbered]

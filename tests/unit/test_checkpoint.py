@@ -19,6 +19,7 @@ from tests.support.heads import random_heads, write
 from vllm_specplugin import ConfigError, Target
 from vllm_specplugin.heads import checkpoint, files, medusa_files
 from vllm_specplugin.heads.checkpoint import HeadsInfo, inspect, require
+from vllm_specplugin.heads.files import TOKENIZERS
 from vllm_specplugin.heads.medusa import MedusaConfig, MedusaHeads
 
 HEADS, LAYERS, HIDDEN, VOCAB = 3, 2, 16, 30
@@ -487,7 +488,7 @@ def test_a_name_on_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert inspect("owner/heads", "v2").depth == HEADS
-    wanted = {"revision": "v2", "allow_patterns": ["*.json", "medusa_lm_head.safetensors"]}  # one kind of weights, not both
+    wanted = {"revision": "v2", "allow_patterns": ["*.json", *TOKENIZERS, "medusa_lm_head.safetensors"]}  # one kind of weights
     assert asked == [("owner/heads", "v2"), ("owner/heads", wanted)]
 
 

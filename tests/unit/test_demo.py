@@ -26,7 +26,7 @@ from vllm_specplugin.demo.measure import (
     summed,
 )
 from vllm_specplugin.demo.prompts import CHAT, CODE, DOCUMENT, demo_prompts
-from vllm_specplugin.engine_process import EngineProcess, engine_environment, preload_libraries
+from vllm_specplugin.engine_process import EngineProcess, engine_environment, models_of, preload_libraries
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.neighbours import NeighbourMeter, machine_ticks, process_ticks
 from vllm_specplugin.progress import progress_bars
@@ -350,7 +350,7 @@ def test_plain_decoding_that_does_not_repeat_itself_explains_nothing() -> None:
     assert prompt.difference.verdict == "UNEXPLAINED (plain decoding did not repeat itself)"
 
 
-def test_what_the_user_preloads_stays_and_is_not_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_preloads_stays_and_is_not_doubled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("glob.glob", lambda pattern: [pattern.replace("*", "")])
     assert len(preload_libraries([])) == 2
     assert preload_libraries(["/opt/libgomp.so.1", "/opt/libjemalloc.so"]) == []
@@ -360,6 +360,11 @@ def test_what_the_user_preloads_stays_and_is_not_doubled(monkeypatch: pytest.Mon
     assert environment["LD_PRELOAD"].startswith("/opt/mine.so:")
     assert environment["KMP_BLOCKTIME"] == "7"
     assert "HF_HUB_OFFLINE" not in environment
+    assert engine_environment(str(tmp_path))["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in engine_environment(str(tmp_path), "some/heads")  # which may have to be fetched
+    settings = {"model": "a", "speculative_config": {"proposer": "eagle", "model": "b"}, "engine_args": {"tokenizer": "c"}}
+    assert models_of(settings) == ["a", "b", "c"]
+    assert models_of({"model": "a", "speculative_config": None}) == ["a"]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert "OMP_NUM_THREADS" not in engine_environment("some/hub-model")
     assert engine_environment("some/hub-model", every_core=True)["OMP_NUM_THREADS"] == str(os.cpu_count())

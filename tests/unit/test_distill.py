@@ -106,10 +106,16 @@ def test_a_file_made_with_something_else_is_left_alone(tmp_path: Path, engines: 
     for changes, named in (
         ({"max_tokens": 9}, "max_tokens"),
         ({"target": "other"}, "target"),
-        ({"prompts": PROMPTS[:1]}, "prompts"),
+        ({"prompts": PROMPTS[:1]}, "prompts, contents of --data"),
+        ({"prompts": PROMPTS[::-1]}, "contents of --data"),
     ):
         with pytest.raises(SpecPluginError, match=f"made with another {named}; name another file"):
             distill(plan(**changes), out, progress=False)
+    first, *answers = before.splitlines(keepends=True)
+    header = json.loads(first)
+    del header["distilled_with"]["contents of --data"]  # as the first release wrote it
+    out.write_text("".join([json.dumps(header) + "\n", *answers]))
+    distill(plan(), out, progress=False)
     out.write_text("no JSON\n")
     with pytest.raises(SpecPluginError, match="is no file of this command"):
         distill(plan(), out, progress=False)

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.prompt_files import load_prompts
 from vllm_specplugin.train.data import Example, read_examples
+from vllm_specplugin.train.evaluate_questions import read_questions
+from vllm_specplugin.validate.prompts import load_prompts as prompts_to_validate
 
 
 class Letters:
@@ -94,6 +97,33 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, what: str) -> None:
         read_examples(written(tmp_path, line), None, 50)
     assert "\n" not in str(caught.value)
     assert "data.jsonl" in str(caught.value)
+
+
+SEPARATORS = "a\u2028b\u2029c\x85d\x0ce"
+"""What Unicode takes for ends of lines, and JSON for characters like others."""
+
+
+def test_a_line_ends_where_the_file_says_so(tmp_path: Path) -> None:
+    """With a mark at the file's start and Windows' ends of lines, too."""
+    lines = [{"prompt": SEPARATORS, "answer": " 4"}, {"prompt": "2 + 2 =", "answer": " 4"}]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)
+    file = tmp_path / "lines.jsonl"
+    file.write_bytes(text.encode("utf-8-sig"))
+    assert [prompt.messages[0]["content"] for prompt in load_prompts(file)] == [SEPARATORS, "2 + 2 ="]
+    assert prompts_to_validate(file) == [SEPARATORS, "2 + 2 ="]
+
+    class Bytes:
+        chat_template = None
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return list(text.encode())
+
+    assert [len(question.prompt) for question in read_questions(file, Bytes(), 99)] == [len(SEPARATORS.encode()), 7]
+    file.write_bytes(text.replace("prompt", "text").encode("utf-8-sig"))
+    assert [len(example.token_ids) for example in read_examples(file, Bytes(), 99)] == [len(SEPARATORS.encode()), 7]
+    plain = tmp_path / "lines.txt"
+    plain.write_bytes(f"{SEPARATORS}\r\n\r\nsecond".encode("utf-8-sig"))
+    assert [prompt.messages[0]["content"] for prompt in load_prompts(plain)] == [SEPARATORS, "second"]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

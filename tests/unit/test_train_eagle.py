@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.chains import draft
@@ -253,6 +254,39 @@ def test_eagle3_starts_from_the_target_s_last_layer(tiny: Tiny, batch: Batch) ->
     assert isinstance(head, Eagle3Head)
     assert torch.equal(head.midlayer.mlp.gate_proj.weight, tiny.target.model.model.layers[LAYERS - 1].mlp.gate_proj.weight)
     assert torch.equal(head.lm_head.weight, tiny.frozen.output[head.draft_tokens])
+
+
+SPOILT: Mapping[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    "fused projections": lambda stored: {name: tensor for name, tensor in stored.items() if "k_proj" not in name},
+    "norms behind the blocks": lambda stored: {name.replace("input_layernorm", "post_norm"): t for name, t in stored.items()},
+    "no final norm": lambda stored: {name: tensor for name, tensor in stored.items() if name != "model.norm.weight"},
+    "scales beside weights": lambda stored: {
+        name: tensor.to(torch.float8_e4m3fn) if "mlp" in name else tensor for name, tensor in stored.items()
+    },
+    "other shapes": lambda stored: {name: tensor[:-1] if "gate_proj" in name else tensor for name, tensor in stored.items()},
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_last_layer_of_another_make_is_left_alone(
+    how: str, tiny: Tiny, batch: Batch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The head starts at random, and says so."""
+    save_file(SPOILT[how](load_file(tiny.folder / "model.safetensors")), tmp_path / "model.safetensors")
+    setting = replace(tiny.setting(batch), target=replace(tiny.frozen, folder=tmp_path))
+    with caplog.at_level("WARNING", logger="vllm.specplugin"):
+        head = Eagle3Objective.build(tiny.options("eagle3", draft_vocab_size=20), setting).head
+    assert "starts at random" in caplog.text
+    assert bool(head.midlayer.self_attn.q_proj.weight.isfinite().all())
+    assert head.fc.weight.count_nonzero() > head.fc.weight.shape[0]  # not the identity that a start from the target has
+
+
+def test_a_language_model_among_other_parts_is_found(tiny: Tiny, batch: Batch, tmp_path: Path) -> None:
+    stored = {f"language_model.{name}": tensor for name, tensor in load_file(tiny.folder / "model.safetensors").items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    setting = replace(tiny.setting(batch), target=replace(tiny.frozen, folder=tmp_path))
+    head = Eagle3Objective.build(tiny.options("eagle3", draft_vocab_size=20), setting).head
+    assert torch.equal(head.midlayer.mlp.gate_proj.weight, tiny.target.model.model.layers[LAYERS - 1].mlp.gate_proj.weight)
 
 
 def test_eagle3_needs_three_layers_to_fuse(tiny: Tiny, batch: Batch) -> None:

@@ -19,6 +19,7 @@ from tests.support import tiny, training
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.heads import checkpoint
 from vllm_specplugin.train.batch import Batch, TokenSource
+from vllm_specplugin.train.data import Example
 from vllm_specplugin.train.eagle import EagleObjective
 from vllm_specplugin.train.loop import Loop, device_of, learning_rate
 from vllm_specplugin.train.medusa import MedusaObjective
@@ -309,14 +310,27 @@ def test_a_loss_that_is_no_number_stops_the_run(options: Callable[..., MedusaOpt
 
 
 def test_held_out_examples_are_others() -> None:
-    trained, held_out = split(40, 0.1, seed=3)
+    examples = [Example((prompt, 7, 8), 1) for prompt in range(40)]
+    trained, held_out = split(examples, 0.1, seed=3)
     assert sorted(trained + held_out) == list(range(40))
     assert len(held_out) == 4
-    assert split(40, 0.1, seed=3) == (trained, held_out)
-    assert split(40, 0.1, seed=4)[1] != held_out
-    assert len(split(3, 0.01, seed=0)[1]) == 1
-    assert split(1, 0.5, seed=0) == ([0], [])
-    assert split(5, 0.0, seed=0)[1] == []
+    assert split(examples, 0.1, seed=3) == (trained, held_out)
+    assert split(examples, 0.1, seed=4)[1] != held_out
+    assert len(split(examples[:3], 0.01, seed=0)[1]) == 1
+    assert split(examples[:1], 0.5, seed=0) == ([0], [])
+    assert split(examples[:5], 0.0, seed=0)[1] == []
+
+
+def test_answers_to_one_prompt_are_held_out_together() -> None:
+    """As `distill` writes them at several temperatures: they begin alike."""
+    examples = [Example((prompt, 3, 7, temperature), 2) for temperature in range(3) for prompt in range(20)]
+    trained, held_out = split(examples, 0.1, seed=3)
+    assert sorted(trained + held_out) == list(range(60))
+    assert len(held_out) == 6
+    assert {examples[place].token_ids[0] for place in trained}.isdisjoint(examples[place].token_ids[0] for place in held_out)
+    assert split(examples[::20], 0.5, seed=0) == ([0, 1, 2], [])  # all of one prompt
+    texts = [Example((1, 2, 3), 0)] * 10  # without prompts each is a text of its own
+    assert len(split(texts, 0.2, seed=0)[1]) == 2
 
 
 def test_devices() -> None:

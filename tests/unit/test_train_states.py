@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from vllm_specplugin.errors import ConfigError, SpecPluginError
 from vllm_specplugin.train import states, target
 from vllm_specplugin.train.states import StatesSource, cached_states
 from vllm_specplugin.train.target import TargetModel, most_frequent
+from vllm_specplugin.train.trunk import Trunk
 
 CPU = torch.device("cpu")
 EXAMPLES = training.examples(6)
@@ -144,6 +146,22 @@ def test_too_small_a_disk_is_said_before_the_pass(cache: Counted, monkeypatch: p
     assert cache.passes == []
 
 
+def test_a_disk_that_fills_up_is_an_error_and_not_the_end(cache: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is taken before the pass: a hole in a file that cannot be filled would end the process with a bus error."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(states.os, "posix_fallocate", full)
+    with pytest.raises(
+        SpecPluginError, match=r"cannot write hidden states to .* \(No space left on device\); name another --cache"
+    ):
+        cache.states()
+    monkeypatch.undo()
+    assert cache.states().read([0]).last.any()
+    assert not list(cache.root.rglob("*.partial"))
+
+
 # -- the target --------------------------------------------------------------------------------------------
 
 
@@ -173,6 +191,13 @@ def test_logits_that_are_scaled_or_capped(model: TargetModel, monkeypatch: pytes
         else:
             with pytest.raises(ConfigError, match="a cap or a bias"):
                 TargetModel(str(training.target()), torch.float32, CPU)
+        if cap is None:  # the same where the target learns, too
+            trunk = Trunk(model.module)
+            assert trunk.scale == pytest.approx(factor, rel=1e-4)
+            torch.testing.assert_close(trunk.output, factor * model.frozen.output, rtol=1e-4, atol=0)
+        else:
+            with pytest.raises(ConfigError, match="a cap or a bias"):
+                Trunk(model.module)
     finally:
         hook.remove()
 

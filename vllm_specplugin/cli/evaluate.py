@@ -62,6 +62,8 @@ def evaluate_command(
         engine_args=parse_object("--engine-args", engine_args, '{"dtype": "float32"}'),
         seed=seed,
     )
+    if out is not None:
+        _make(out)  # before the minutes of measuring, not after them
     if config is None:
         print(nothing_drafts(target), file=sys.stderr)
     report = _run(plan, progress=sys.stderr.isatty())
@@ -116,9 +118,17 @@ def _run(plan: Plan, progress: bool) -> Evaluation:
     return report
 
 
-def _write(report: Evaluation, out: Path) -> None:
+def _make(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise SpecPluginError(f"--out {out} cannot be written: {error.strerror}; choose another folder.") from error
+
+
+def _write(report: Evaluation, out: Path) -> None:
+    try:
         report.write_json(out / "evaluation.json")
         (out / "evaluation.md").write_text(markdown(report), encoding="utf-8")
     except OSError as error:

@@ -173,6 +173,14 @@ class Eagle3Head(DraftHead):
             "eagle_aux_hidden_state_layer_ids": list(aux_layers),
         }
 
+    def last_layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What `initialise` wants of a target's last layer: names and shapes."""
+        hidden = self.config.hidden_size
+        shapes = {name: tuple(p.shape) for name, p in self.midlayer.named_parameters() if name != "hidden_norm.weight"}
+        # Attention's projections have columns for the embedding, too.
+        wide = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+        return {name: (*shape[:-1], hidden) if name in wide else shape for name, shape in shapes.items()}
+
     @torch.no_grad()
     def initialise(self, layer: Mapping[str, Tensor], final_norm: Tensor) -> None:
         """Start as the target's last layer on the topmost fused state, the token after it not yet read.

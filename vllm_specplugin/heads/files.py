@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 """Endings of files with tensors, best first."""
 
+TOKENIZERS = ("*.jinja", "*.model", "*.tiktoken", "*.txt")
+"""Files of tokenizers and chat templates, beside JSON; without them another tokenizer would be made of the rest, silently."""
+
 _NOT_WEIGHTS = re.compile(r"optimizer|scheduler|training_args|rng_state|scaler|consolidated|trainer", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -40,13 +43,13 @@ def locate(model: str, revision: str | None = None) -> Path:
 
 
 def _fetch(model: str, revision: str | None) -> Path:
-    """A snapshot of the repository with its configuration and one kind of weights."""
+    """A snapshot of the repository with its configuration, its tokenizer and one kind of weights."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         names = HfApi().list_repo_files(model, revision=revision)
-        wanted = ["*.json", *weight_files(names)]
+        wanted = ["*.json", *TOKENIZERS, *weight_files(names)]
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         what = f"revision {revision!r} of it" if isinstance(error, RevisionNotFoundError) else "repository of that name"

@@ -38,11 +38,11 @@ def read_examples(file: Path, tokenizer: Any, max_length: int) -> list[Example]:
         SpecPluginError: naming the file, the line and what was expected.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecPluginError(f"--data: cannot read {file}: {error}; a UTF-8 text or JSONL file is expected.") from error
     if file.suffix in (".jsonl", ".json"):
-        numbered = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        numbered = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         read = [_json_line(f"--data: {file}, line {number}", line, tokenizer) for number, line in numbered]
         examples = [example for example in read if example is not None]
     else:

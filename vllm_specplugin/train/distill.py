@@ -7,6 +7,7 @@ Medusa's self-distillation, arXiv 2401.10774, section 2.3).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,9 @@ from vllm_specplugin.prompt_files import Prompt
 
 SLICE = 256
 """Prompts that are handed to the engine at a time, several times as many as it runs at once; the file grows by so much."""
+
+DIGEST = "contents of --data"
+"""The key of the header under which the prompts' hash stands."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +110,18 @@ def _answers(engine: EngineProcess, plan: DistillPlan, jobs: Sequence[tuple[int,
 
 
 def _header(plan: DistillPlan) -> dict[str, Any]:
-    return {"distilled_with": {**plan.settings(), "prompts": len(plan.prompts)}}
+    prompts = json.dumps([asdict(prompt) for prompt in plan.prompts]).encode()
+    of_prompts = {"prompts": len(plan.prompts), DIGEST: hashlib.sha256(prompts).hexdigest()[:24]}
+    return {"distilled_with": {**plan.settings(), **of_prompts}}
 
 
 def _done(out: Path, plan: DistillPlan) -> list[int | None]:
     """The number of tokens of each answer that the file holds already, None for a prompt that was skipped."""
     if not out.exists():
         return []
-    lines = out.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):  # written half when the run was interrupted
-        out.write_text("".join(lines[:-1]), encoding="utf-8")
-        lines.pop()
+    *lines, half = out.read_text(encoding="utf-8").split("\n")
+    if half:  # written when the run was interrupted
+        out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     if not lines:
         return []
     try:
@@ -124,6 +129,8 @@ def _done(out: Path, plan: DistillPlan) -> list[int | None]:
     except json.JSONDecodeError as error:
         raise SpecPluginError(f"--out {out} exists and is no file of this command ({error.msg}); name another one.") from error
     made_with, wanted = header.get("distilled_with") if isinstance(header, dict) else None, _header(plan)["distilled_with"]
+    if isinstance(made_with, dict):  # the first release that wrote such files did not note which prompts they were
+        made_with = {DIGEST: wanted[DIGEST], **made_with}
     if made_with != wanted:
         differs = [key for key in wanted if not isinstance(made_with, dict) or made_with.get(key) != wanted[key]]
         raise SpecPluginError(

@@ -9,8 +9,8 @@ from vllm_specplugin.arithmetic import cpu_has_instructions
 from vllm_specplugin.engine_process import serve_engine
 from vllm_specplugin.prompt_files import Prompt, encode
 
-ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 2**31, "max_num_seqs": 64}
-"""vLLM would take most of the memory there, and compile for longer than it then saves."""
+ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 2**31, "max_num_seqs": 64, "max_model_len": -1}
+"""vLLM would take most of the memory there, and compile for longer than it then saves; -1 is as long a context as has room."""
 
 
 class Engine:

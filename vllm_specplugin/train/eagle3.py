@@ -7,6 +7,7 @@ none on the states, which are free to carry whatever helps the drafts to come.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,17 @@ from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.heads.checkpoint import save, tensors
 from vllm_specplugin.heads.decoder import DecoderConfig
 from vllm_specplugin.heads.eagle import AUX_LAYERS, Eagle3Head
+from vllm_specplugin.heads.files import Tensors
 from vllm_specplugin.train.batch import Batch
 from vllm_specplugin.train.losses import CrossEntropy
 from vllm_specplugin.train.options import Eagle3Options
 from vllm_specplugin.train.target import FrozenTarget, Setting, most_frequent
 from vllm_specplugin.train.unrolled import Judged, UnrolledObjective
+
+logger = logging.getLogger("vllm.specplugin")
+
+PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What weights say by themselves; narrower ones need scales that lie beside them."""
 
 
 class Eagle3Objective(UnrolledObjective):
@@ -52,8 +59,9 @@ class Eagle3Objective(UnrolledObjective):
         head = Eagle3Head(DecoderConfig.from_hf(target.config), target.vocab_size, size if part else None)
         if part:
             head.set_draft_tokens(most_frequent(setting.counts, head.draft_vocab_size))
-        if options.init == "target":
-            head.initialise(*_last_layer(target))
+        last = _last_layer(target, head) if options.init == "target" else None
+        if last is not None:
+            head.initialise(*last)
         if options.init == "target" or options.freeze_output:
             head.lm_head.weight.data.copy_(target.output[head.draft_tokens])
         head.lm_head.requires_grad_(not options.freeze_output)
@@ -80,13 +88,29 @@ class Eagle3Objective(UnrolledObjective):
         save(folder, self.head.state_dict(), self.head.to_hf(about, self.aux_layers), provenance)
 
 
-def _last_layer(target: FrozenTarget) -> tuple[dict[str, Tensor], Tensor]:
+def _last_layer(target: FrozenTarget, head: Eagle3Head) -> tuple[dict[str, Tensor], Tensor] | None:
     """The weights of the target's last decoder layer, by their names in it, and of its final norm, in float32.
+
+    None, with a warning, where that layer is of another make than the head's: other names (as with fused projections or norms
+    behind the blocks), other shapes, or types that need scales beside them.
 
     Raises:
         ConfigError: the target's weights cannot be read.
     """
     stored = tensors(target.folder)
-    prefix = f"model.layers.{target.num_layers - 1}."
-    layer = {name.removeprefix(prefix): stored[name].float() for name in stored if name.startswith(prefix)}
-    return layer, stored["model.norm.weight"].float()
+    marker = f"layers.{target.num_layers - 1}."
+    # In a model of several parts the language model's names have something in front; its layers are the ones that count here.
+    prefixes = {name[: name.index(marker)] for name in stored if name.partition(marker)[2] == "input_layernorm.weight"}
+    for prefix in sorted(prefixes, key=len):
+        layer = {name.removeprefix(prefix + marker): name for name in stored if name.startswith(prefix + marker)}
+        fits = all(_fits(stored, layer.get(name), shape) for name, shape in head.last_layer_shapes().items())
+        if fits and (norm := f"{prefix}norm.weight") in stored:
+            return {name: stored[there].float() for name, there in layer.items()}, stored[norm].float()
+    logger.warning(
+        "The head starts at random, as with --init random: the last layer of %r is of another make than the head's.", target.model
+    )
+    return None
+
+
+def _fits(stored: Tensors, name: str | None, shape: tuple[int, ...]) -> bool:
+    return name is not None and stored.shapes[name] == shape and stored[name].dtype in PLAIN_TYPES

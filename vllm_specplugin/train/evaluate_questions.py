@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.errors import ConfigError
+from vllm_specplugin.prompt_files import numbered_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,10 @@ def read_questions(path: Path, tokenizer: Any, max_length: int) -> list[Question
         ConfigError: the file cannot be read, or a line is no question; it is named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        numbered = numbered_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions: cannot read {path}: {error}; a JSONL file is expected.") from error
-    found = [
-        _question(f"--questions: {path}, line {number}", line, tokenizer, max_length)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    found = [_question(f"--questions: {path}, line {number}", line, tokenizer, max_length) for number, line in numbered]
     if not found:
         raise ConfigError(f'--questions: {path} holds none; a line is {{"prompt": "2 + 2 =", "answer": " 4"}}.')
     return found

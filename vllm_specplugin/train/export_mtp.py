@@ -21,6 +21,7 @@ from torch import Tensor
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.heads import medusa_files
 from vllm_specplugin.heads.checkpoint import save
+from vllm_specplugin.heads.files import TOKENIZERS
 from vllm_specplugin.heads.medusa import MedusaHeads
 from vllm_specplugin.heads.mtp import SequentialMTP
 
@@ -30,12 +31,9 @@ HEADS_FOLDER = "medusa"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
     "generation_config.json",
 )
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "mimo")
@@ -112,7 +110,8 @@ def export_heads(heads: MedusaHeads, folder: Path, provenance: Mapping[str, Any]
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """What a model needs beside its weights to take text."""
-    for name in TOKENIZER_FILES:
+    of_tokenizers = {path.name for pattern in TOKENIZERS for path in source.glob(pattern)}
+    for name in sorted({*TOKENIZER_FILES, *of_tokenizers}):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.heads.medusa import MedusaHeads
@@ -147,6 +147,12 @@ class MTPObjective(Objective):
     @abstractmethod
     def main_head_learns(self) -> bool:
         """Whether depth 1 is a part of the loss."""
+
+    def decays(self, name: str, parameter: nn.Parameter) -> bool:
+        """Blocks of parallel heads keep the gates, norms and scales of all depths together, so that these look like matrices."""
+        if name.startswith("heads.") and isinstance(self.heads, MedusaHeads):
+            return name.endswith("linear.weight")
+        return super().decays(name, parameter)
 
     def drafted(self, trunk: TrunkStates) -> Iterator[Tensor]:
         """For d = 2..D: `[rows, length, hidden]`, whose place t predicts x_{t+d} through the trunk's output layer."""

@@ -158,7 +158,7 @@ def train_joint(options: MTPOptions, screen: Screen | None = None) -> Outcome:
     check_tokens(examples, int(config["vocab_size"]), options)
     torch.manual_seed(options.seed)  # trunk first, heads after it: with other heads the trunk starts the same
     objective = build_joint(options, load_trunk(folder, options.trunk == "scratch"), config, folder)
-    trained, held_out = split(len(examples), options.held_out, options.seed)
+    trained, held_out = split(examples, options.held_out, options.seed)
     source = token_source(learnt(examples, trained) if options.learn_prompts else examples)
     return train_objective(
         objective,

@@ -57,7 +57,7 @@ def train_heads(options: TrainOptions, build: Callable[[Any, Setting], Objective
     target = TargetModel(options.target, dtype, device)
     examples = read_examples(options.data, target.tokenizer, options.max_length)
     check_tokens(examples, target.frozen.vocab_size, options)
-    trained, held_out = split(len(examples), options.held_out, options.seed)
+    trained, held_out = split(examples, options.held_out, options.seed)
     torch.manual_seed(options.seed)
     setting = Setting(target.frozen, _counts([examples[i] for i in trained], target.frozen.vocab_size), dtype)
     objective = build(options, setting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.train.data import Example
 from vllm_specplugin.train.objective import Objective
 from vllm_specplugin.train.tally import Tally
 
@@ -86,11 +87,16 @@ def save_state(folder: Path, progress: Progress, objective: Objective, optimizer
         "parameters": {name: tensor for name, tensor in objective.named_parameters() if tensor.requires_grad},
         "optimizer": optimizer.state_dict(),
         "torch_random": torch.get_rng_state(),
-        "cuda_random": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda_random": torch.cuda.get_rng_state(device) if (device := device_of(objective)).type == "cuda" else None,
     }
     partial = folder / f"{RESUME}.partial"
     torch.save(state, partial)
     partial.replace(folder / RESUME)
+
+
+def device_of(objective: Objective) -> torch.device:
+    """Where a run takes place."""
+    return next(objective.parameters()).device
 
 
 def load_state(folder: Path, objective: Objective, optimizer: torch.optim.Optimizer) -> Progress:
@@ -112,17 +118,26 @@ def load_state(folder: Path, objective: Objective, optimizer: torch.optim.Optimi
                 parameter.copy_(state["parameters"][name])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_random"])
-    if state["cuda_random"]:
-        torch.cuda.set_rng_state_all(state["cuda_random"])
+    if state["cuda_random"] is not None and (device := device_of(objective)).type == "cuda":
+        torch.cuda.set_rng_state(state["cuda_random"], device)
     return Progress(**{**state["progress"], "window": Tally(**state["progress"]["window"])})
 
 
-def split(examples: int, held_out: float, seed: int) -> tuple[list[int], list[int]]:
-    """Which examples are trained on, and which are held out for evaluation: at least one of each where there are two."""
-    order = list(range(examples))
-    random.Random(seed).shuffle(order)
-    count = min(examples - 1, max(1, round(held_out * examples))) if held_out else 0
-    return sorted(order[count:]), sorted(order[:count])
+def split(examples: Sequence[Example], held_out: float, seed: int) -> tuple[list[int], list[int]]:
+    """Which examples are trained on, and which are held out for evaluation: at least one of each where there are two prompts.
+
+    Answers to one prompt stay together: they begin alike, so that one which was trained on would vouch for the other.
+    """
+    together: dict[Any, list[int]] = {}
+    for place, example in enumerate(examples):
+        together.setdefault(example.token_ids[: example.answer_from] or place, []).append(place)
+    groups = list(together.values())
+    random.Random(seed).shuffle(groups)
+    wanted = max(1, round(held_out * len(examples))) if held_out else 0
+    held: list[int] = []
+    while len(held) < wanted and len(groups) > 1:
+        held += groups.pop(0)
+    return sorted(place for group in groups for place in group), sorted(held)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -145,10 +145,7 @@ def _compute(target: TargetModel, tokens: TokenSource, files: Sequence[StateFile
     total = int(lengths.sum())
     partial = {file: file.path.with_name(f"{file.path.name}.{os.getpid()}.partial") for file in files}
     try:
-        maps = {
-            file: np.memmap(path, dtype=np.uint8, mode="w+", shape=(total, file.width * file.dtype.itemsize))
-            for file, path in partial.items()
-        }
+        maps = {file: _room_for(path, total, file.width * file.dtype.itemsize) for file, path in partial.items()}
         done = 0
         for examples in in_order(lengths, PASS_TOKENS):
             last, fused = target.states(tokens.read(examples).token_ids, target.frozen.aux_layers if aux else ())
@@ -168,6 +165,20 @@ def _compute(target: TargetModel, tokens: TokenSource, files: Sequence[StateFile
     finally:
         for path in partial.values():
             path.unlink(missing_ok=True)
+
+
+def _room_for(path: Path, rows: int, width: int) -> np.memmap[Any, np.dtype[np.uint8]]:
+    """`[rows, width]`: a new file in memory, all of which the disk has. A hole that it cannot fill would end the process.
+
+    Raises:
+        OSError: it has not, or may not have.
+    """
+    with path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, rows * width)
+        else:
+            file.truncate(rows * width)
+    return np.memmap(path, dtype=np.uint8, mode="r+", shape=(rows, width))
 
 
 def _starts(tokens: TokenSource) -> NDArray[np.int64]:

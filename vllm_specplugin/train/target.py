@@ -123,14 +123,23 @@ class TargetModel:
         with torch.no_grad():
             theirs = self.module(input_ids=ids.to(self.device), use_cache=False).logits.float()
             plain = self.states(ids)[0].float() @ self._output().float().T
-        scale = float((theirs * plain).sum() / (plain * plain).sum())
-        apart = float((theirs - scale * plain).norm() / theirs.norm())
-        if not apart < OUTPUT_TOLERANCE:
-            raise ConfigError(
-                f"'--target' is '{model}', whose logits are more than its output matrix times its last hidden state (they differ "
-                f"by {apart:.0%}: a cap or a bias); heads that share its output layer cannot be trained."
-            )
-        return scale if abs(scale - 1) > OUTPUT_TOLERANCE else 1.0
+        return logit_scale(theirs, plain, model)
+
+
+def logit_scale(logits: torch.Tensor, plain: torch.Tensor, model: str) -> float:
+    """The constant by which a model multiplies what its output matrix gives, 1 for most; both are `[places, vocab]`.
+
+    Raises:
+        ConfigError: it does something else to them.
+    """
+    scale = float((logits * plain).sum() / (plain * plain).sum())
+    apart = float((logits - scale * plain).norm() / logits.norm())
+    if not apart < OUTPUT_TOLERANCE:
+        raise ConfigError(
+            f"'--target' is '{model}', whose logits are more than its output matrix times its last hidden state (they differ "
+            f"by {apart:.0%}: a cap or a bias); heads that share its output layer cannot be trained."
+        )
+    return scale if abs(scale - 1) > OUTPUT_TOLERANCE else 1.0
 
 
 def weights_identity(folder: Path) -> str:

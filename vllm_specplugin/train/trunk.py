@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specplugin.errors import ConfigError
-from vllm_specplugin.train.target import quiet_transformers
+from vllm_specplugin.train.target import logit_scale, quiet_transformers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +42,22 @@ class Trunk(nn.Module):
         norm = getattr(_decoder(model), "norm", None)
         if norm is None or getattr(norm, "weight", None) is None:
             raise ConfigError(f"{type(model).__name__} has no final norm that heads could be joined to; use a Llama-like model.")
+        self.scale = self._scale()
+        """What the model multiplies its logits by."""
+
+    @torch.no_grad()
+    def _scale(self) -> float:
+        ids = torch.arange(8)[None]
+        training = self.model.training
+        self.model.eval()
+        logits = self.model(input_ids=ids, use_cache=False).logits[0]
+        plain = _decoder(self.model)(input_ids=ids, use_cache=False).last_hidden_state[0] @ self._matrix.T
+        self.model.train(training)
+        return logit_scale(logits, plain, str(self.config.name_or_path or type(self.model).__name__))
+
+    @property
+    def _matrix(self) -> Tensor:
+        return self.model.get_output_embeddings().weight  # type: ignore[operator, union-attr]
 
     @property
     def config(self) -> Any:
@@ -50,8 +66,8 @@ class Trunk(nn.Module):
 
     @property
     def output(self) -> Tensor:
-        """`[vocab, hidden]`"""
-        return self.model.get_output_embeddings().weight  # type: ignore[operator, union-attr]
+        """`[vocab, hidden]`: the output matrix, times what the model multiplies its logits by."""
+        return self._matrix if self.scale == 1 else self._matrix * self.scale
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.prompt_files import numbered_lines
 
 Prompt = str | list[int]
 """Text, or token ids as they stand."""
@@ -45,10 +46,9 @@ def load_prompts(file: Path) -> list[Prompt]:
     "prompt" (text); in any other file it is text. Raises SpecPluginError naming the line that is at fault.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        numbered = numbered_lines(file)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecPluginError(f"--prompts: cannot read {file}: {error}; a UTF-8 text or JSONL file is expected.") from error
-    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise SpecPluginError(f"--prompts: {file} holds no prompts; one per line is expected.")
     if file.suffix not in (".jsonl", ".json"):
