@@ -4,8 +4,9 @@ Whatever a proposer does (raises, hangs, drafts too much, invents ids, answers l
 verify, in time, and requests get right answers. Each kind of fault is counted, and logged once.
 
 * **Shape.** A row is cut at its limit (k and max_model_len) and at its first id outside the vocabulary.
-* **Exceptions.** The step is tried again row by row, so that the request at fault is found: it decodes plainly from then
-  on, its neighbours keep their drafts. After `MAX_FAILED_STEPS` failed steps in a row the proposer is switched off.
+* **Exceptions.** The step is tried again row by row, while its budget lasts, so that the request at fault is found: it
+  decodes plainly from then on, its neighbours keep their drafts. After `MAX_FAILED_STEPS` failed steps in a row in which
+  none was found the proposer is switched off.
 * **Time.** A proposer that lives on the host alone runs in a thread, and a step waits for it no longer than its budget;
   a late answer is for a step that has passed, so it is dropped. One that works on the target's device cannot be left
   behind (its work is in the engine's stream): it is measured, and skips as many steps as bring its mean back to the budget.
@@ -41,7 +42,10 @@ RAISED = (Exception, SystemExit)
 """What a proposer may raise without harm; `sys.exit` in one must not end the engine."""
 
 MAX_FAILED_STEPS = 8
-"""Steps in a row in which every row failed, after which a proposer is switched off."""
+"""Steps in a row that failed, be it that every row did or that none did alone, after which a proposer is switched off."""
+
+LEAST_ROWS = 2
+"""So many rows of a failed step are tried alone in any case: one that fails is at fault only where another one does not."""
 
 HUNG_SECONDS = 60
 """After so long on one step a proposer is taken not to come back."""
@@ -132,6 +136,8 @@ class Guard:
         self._hung = False
         """It was switched off in the middle of its work."""
         self._failed_steps = 0
+        self._next_row = 0
+        """Where the next search for a row at fault begins: where the last one ran out of time."""
         self._steps_to_skip = 0
         self._rows_are_independent = not proposer.capabilities.own_kv_cache
         self.on_host_only = proposer.on_host_only
@@ -238,15 +244,16 @@ class Guard:
         self.fallbacks[reason] += int(np.count_nonzero(step.limits))  # the others have no use for drafts
 
     def _attempt(self, step: Step) -> CheckedDrafts:
+        until = time.perf_counter() + self.budget_seconds
         self._forget_now()
         try:
             drafts = self._check(self.proposer.propose(step), step)
         except RAISED as error:
-            return self._after_exception(step, error)
+            return self._after_exception(step, error, until)
         self._failed_steps = 0
         return drafts
 
-    def _after_exception(self, step: Step, error: BaseException) -> CheckedDrafts:
+    def _after_exception(self, step: Step, error: BaseException, until: float) -> CheckedDrafts:
         kind = Fault.BAD_SHAPE if isinstance(error, DraftError) else Fault.EXCEPTION
         self._fault(kind, f"propose: {_text(error)}", error)
         self._failed_steps += 1
@@ -258,34 +265,53 @@ class Guard:
                 self._failed_steps,
             )
             return self._without(Fallback.FAILED, step)
-        return self._row_by_row(step) if self._rows_are_independent else self._without(Fallback.FAILED, step)
+        return self._row_by_row(step, until) if self._rows_are_independent else self._without(Fallback.FAILED, step)
 
-    def _row_by_row(self, step: Step) -> CheckedDrafts:
-        """Find the rows at fault: they decode plainly from now on, the others keep their drafts."""
+    def _row_by_row(self, step: Step, until: float) -> CheckedDrafts:
+        """Find the rows at fault: they decode plainly from now on, the others keep their drafts.
+
+        It ends before `until` (of `time.perf_counter`), after which nobody may wait for it; rows that it does not reach have no
+        drafts. Ranks that draft together try every row, since their clocks differ.
+        """
         result = _empty(step)
         drawn_by_chance = set()
         sources = [""] * step.num_rows
         # Not `_forget_now`: a request that ended while the proposer was late is still to be forgotten after this.
         self._caught("forget", lambda: self.proposer.forget(step.request_ids))
         failed = []
-        for row, request in enumerate(step.requests):
+        first, self._next_row = self._next_row % step.num_rows, 0
+        order = [*range(first, step.num_rows), *range(first)]
+        tried, longest = 0, 0.0
+        while tried < step.num_rows:
+            begun = time.perf_counter()
+            # A row takes as long as the longest so far, and the answer some time to be taken over.
+            if tried >= LEAST_ROWS and begun + 2 * longest > until and not self._spans_ranks:
+                self._next_row = order[tried]
+                if self._worker is None or begun <= until:  # else the whole step is late, and counted as that
+                    self._fell_back(Fallback.FAILED, step.select(sorted(order[tried:])))
+                break
+            row = order[tried]
+            tried += 1
             part = step.select([row])
             try:
                 checked = self._check(self.proposer.propose(part), part)
             except RAISED:
-                failed.append(request.request_id)
+                failed.append(step.requests[row].request_id)
                 self._fell_back(Fallback.FAILED, part)
                 continue
+            finally:
+                longest = max(longest, time.perf_counter() - begun)
             result.token_ids[row] = checked.token_ids[0]
             result.lengths[row] = checked.lengths[0]
             if checked.sources is not None:
                 sources[row] = checked.sources[0]
             if checked.probabilities is not None:
                 drawn_by_chance.add(row)
-        if len(failed) < step.num_rows:
+        found = 0 < len(failed) < tried  # where none fails alone, the proposer is at fault, with the batch's size perhaps
+        if found:
             self._failed_steps = 0
         with self._lock:
-            if len(failed) < step.num_rows or step.num_rows == 1:
+            if found or step.num_rows == 1:
                 self._plain.update(set(failed) - self._ended)
             self._to_forget.update(failed)
         # Their probabilities are not put together for a step that went wrong: without them a row is verified by samples.

@@ -32,6 +32,8 @@ BESIDE_PREDICTION = 1 << 10
 """Characters of JSON text for all else that a request says."""
 MAX_ID = (1 << 31) - 1
 ID_BYTES = 4
+SPARE_LEVELS = 100
+"""By so many levels more may an object lie on the stack where vLLM encodes it than where the plugin tries to."""
 
 
 def read(extra_args: Mapping[str, Any] | None, max_model_len: int = MAX_PREDICTION) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class Rules:
                 )
             if key not in valid:
                 raise ConfigError(
-                    f"'{KEY}.{str(key)[:60]}' is nothing that the proposer {self.proposer!r} reads of a request"
+                    f"'{KEY}.{_shown(key)}' is nothing that the proposer {self.proposer!r} reads of a request"
                     f"{suggestion(str(key)[:60], valid)} Valid: {', '.join(valid)}."
                 )
         named = said.get("proposer")
@@ -169,6 +171,7 @@ class Rules:
                 f"{', '.join(f'{name!r}' for name in choice)}."
             )
         self._check_prediction(said.get("prediction", ""))
+        _check_sendable(said)
 
     def _check_prediction(self, prediction: str | NDArray[np.int32]) -> None:
         if isinstance(prediction, str):
@@ -182,6 +185,47 @@ class Rules:
             raise ConfigError(
                 f"'{KEY}.prediction' holds the token id {largest}; the target's ids run from 0 to {self.vocab_size - 1}."
             )
+
+
+def _check_sendable(said: Mapping[str, Any]) -> None:
+    """Refuse what vLLM could not send to its engine: it would say so after it has registered the request, and then keep it.
+
+    Raises:
+        ConfigError: one line that names the key and the value.
+    """
+    for key, value in said.items():
+        if key == "max_draft_tokens" or isinstance(value, np.ndarray):  # any limit, and token ids: see `pack`
+            continue
+        try:
+            _encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ConfigError(
+                f"'{KEY}.{_shown(key)}' is {repr(value)[:60]}, which cannot be sent to the engine: {str(error)[:100]}. Expected whole "
+                "characters, and integers of 64 bits."
+            ) from error
+
+
+def _encode(value: Any) -> None:
+    """Encode a value as vLLM's messages do, which is what finds fault with it."""
+    try:
+        from msgspec.msgpack import encode
+    except ImportError:  # it comes with vLLM, so nothing is sent
+        if isinstance(value, str):
+            value.encode()
+        return
+    for _ in range(SPARE_LEVELS):
+        value = [value]
+    encode(value, enc_hook=_encode_array)
+
+
+def _encode_array(value: Any) -> None:
+    if not hasattr(value, "__array__") or isinstance(value, np.generic):  # vLLM's messages carry arrays and tensors
+        raise TypeError(f"a {type(value).__name__} is no JSON")
+
+
+def _shown(key: Any) -> str:
+    """The beginning of a key that a client chose, as a line of text that can be sent to it."""
+    return f"{str(key)[:60]!r}"[1:-1]
 
 
 def draft_limit(said: Mapping[str, Any]) -> int | None:

@@ -213,7 +213,7 @@ def test_what_is_planned_ahead(engines: SideBySide) -> None:
     def planned(**more: Any) -> Any:
         return engines.drafting.call("tests.engine.inside:planned_with", **more)
 
-    assert [level for *_, level in planned()] == [0, 1, 2, 4]
+    assert [level for *_, level in planned()] == [0, 1, 3, 4]
     assert planned(control="fixed") is None
     assert planned(control=None) is None  # k was given
     assert planned(asynchronous=False) is None

@@ -22,10 +22,13 @@ import pytest
 from tests.support.engine import worker_environment
 from tests.support.tiny import tiny_model
 from vllm_specplugin.engine_process import EngineProcess
+from vllm_specplugin.validate.first_tokens import probabilities_at
+from vllm_specplugin.validate.membership import membership
 from vllm_specplugin.validate.plan import make_plan
 from vllm_specplugin.validate.records import Kind, Tokens
 from vllm_specplugin.validate.report import Report
 from vllm_specplugin.validate.run import ENGINE, run
+from vllm_specplugin.validate.sampling import Sampling
 from vllm_specplugin.validate.verdict import Verdict
 from vllm_specplugin.validate.wire import unpack_tokens
 
@@ -222,12 +225,15 @@ def assert_possible(tokens: Tokens) -> None:
 def test_plain_and_speculative_distributions_agree(engine: EngineProcess, tmp_path: Path) -> None:
     """What `distributions` says of a place is what the records say of tokens drawn there."""
     file = tmp_path / "places.npy"
-    answer = engine.call("distributions", prefixes=[[0, []], [1, []], [1, [4, 4]]], file=str(file))
-    assert answer["uncertain"] == []
-    p = np.load(file)
-    assert p.shape == (3, VOCABULARY)
+    engine.call("distributions", prefixes=[[0, []], [1, []], [1, [4, 4]]], file=str(file))
+    values = np.load(file)
+    assert values.shape == (3, VOCABULARY)
+    assert np.isfinite(values).all()  # nothing is cut yet
+    places = [membership(row, Sampling(**PROCESSED), slack=0) for row in values]
+    assert all(np.array_equal(place.inside, place.possible) for place in places)
+    assert all(place.possible.sum() <= PROCESSED["top_k"] for place in places)
+    p = probabilities_at(values, Sampling(**PROCESSED))
     np.testing.assert_allclose(p.sum(axis=1), 1, rtol=1e-5)
-    assert ((p > 0).sum(axis=1) <= PROCESSED["top_k"]).all()
     engine.call("sample", requests=[[0, 3], [1, 3]], file=str(tmp_path / "tokens.npz"))
     tokens = unpack_tokens((tmp_path / "tokens.npz").read_bytes())
     first = tokens.p_top[tokens.position == 0]

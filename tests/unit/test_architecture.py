@@ -28,7 +28,7 @@ MAY_IMPORT_VLLM_IN_FUNCTIONS = {
 GROUND = {"errors", "types"}
 CONTRACTS = GROUND | {"proposers.base", "scorers.base"}
 LEAVES = {"heads", "proposers", "scorers", "control"}
-COMMANDS = {"cache", "engine_process", "neighbours", "progress", "prompt_files"}
+COMMANDS = {"arithmetic", "cache", "engine_process", "neighbours", "progress", "prompt_files"}
 """What the parts behind the long-running commands share."""
 PURE = CONTRACTS | LEAVES | {"alarm", "config", "counts", "guard", "noise", "proposers.hybrid", "registry", "request_args"}
 
@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": CONTRACTS | {"registry"},
     "guard": CONTRACTS | {"noise"},
     "alarm": set(),
+    "arithmetic": set(),
     "counts": {"alarm"},
     "heads": CONTRACTS,
     "proposers": CONTRACTS | {"compiled", "heads", "scorers.drawing"},
@@ -51,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scorers": CONTRACTS | {"scorers.drawing"},
     "control": CONTRACTS | {"compiled"},
     "reference": PURE,
-    "runtime": PURE | {"reference"},
+    "runtime": PURE | {"arithmetic", "reference"},
     "plugin": {"runtime"},
     "engine_process": {"errors"},
     "cache": set(),

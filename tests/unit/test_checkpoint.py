@@ -112,6 +112,26 @@ def test_heads_beside_the_whole_target(tmp_path: Path) -> None:
     assert_equal(loaded(tmp_path), HEADS_OF)
 
 
+def test_one_head_beside_the_whole_target(tmp_path: Path) -> None:
+    """Even where the target's output layer has rows for padding."""
+    one = random_heads(replace(OWN, num_heads=1))
+    for place, rows in enumerate((VOCAB, VOCAB + 2)):
+        target = {"lm_head.weight": torch.randn(rows, HIDDEN), "model.embed_tokens.weight": torch.randn(rows, HIDDEN)}
+        folder = safetensors(tmp_path / str(place), fasterdecoding("medusa_head.", one) | target)
+        config_json(folder, hidden_size=HIDDEN, vocab_size=VOCAB)
+        assert_equal(loaded(folder), one)
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_one_output_for_all_heads_where_that_is_said(tmp_path: Path, heads: int) -> None:
+    """With `original_lm_head` vLLM leaves the heads' outputs aside."""
+    shared = random_heads(replace(OWN, num_heads=heads, output="shared"))
+    tensors, config = medusa_files.dump(shared)
+    beside = {f"lm_heads.{head}.weight": torch.randn(VOCAB, HIDDEN) for head in range(heads)}
+    config_json(safetensors(tmp_path, tensors | beside), **config)
+    assert_equal(loaded(tmp_path), shared)
+
+
 def test_shards_with_an_index(tmp_path: Path) -> None:
     tensors = fasterdecoding()
     shards: dict[str, Tensors] = {"model-1.safetensors": {}, "model-2.safetensors": {}}
@@ -244,6 +264,35 @@ FAMILIES: dict[str, tuple[Tensors, dict[str, Any], dict[str, Any]]] = {
         {"fc.weight": torch.zeros(HIDDEN, 3 * 24), **layer("midlayer"), "lm_head.weight": torch.zeros(VOCAB, HIDDEN)},
         LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]},
         {"family": "eagle3", "hidden_size": 24, "vocab_size": VOCAB, "draft_vocab_size": None},
+    ),
+    "eagle3 of as many layers as it says": (
+        {"fc.weight": torch.zeros(HIDDEN, 4 * HIDDEN), **layer("midlayer")},
+        LLAMA
+        | {"architectures": ["LlamaForCausalLMEagle3"], "num_aux_hidden_states": 4}
+        | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
+        {"family": "eagle3", "hidden_size": HIDDEN},
+    ),
+    "eagle3 of as many layers as it names": (
+        {"fc.weight": torch.zeros(HIDDEN, 5 * HIDDEN), **layer("midlayer")},
+        LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]},
+        {"family": "eagle3", "hidden_size": HIDDEN},
+    ),
+    "eagle3 of as many layers as it names elsewhere": (
+        {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), **layer("midlayer")},
+        LLAMA
+        | {"architectures": ["LlamaForCausalLMEagle3"], "num_aux_hidden_states": None}
+        | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}},
+        {"family": "eagle3", "hidden_size": HIDDEN},
+    ),
+    "qwen's eagle3": (
+        {"fc.weight": torch.zeros(HIDDEN, 6 * HIDDEN), **layer("midlayer")},
+        LLAMA | {"architectures": ["Eagle3Qwen3ForCausalLM"], "num_aux_layers": 6, "eagle_config": None},
+        {"family": "eagle3", "hidden_size": HIDDEN},
+    ),
+    "eagle3 that says its target's size": (
+        {"fc.weight": torch.zeros(HIDDEN, 3 * 24), **layer("midlayer")},
+        LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": 24, "num_aux_hidden_states": 4},
+        {"family": "eagle3", "hidden_size": 24},
     ),
     "speculators' eagle3": (
         {"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN), **layer("layers.0"), **D2T},

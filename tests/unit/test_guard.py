@@ -313,6 +313,123 @@ def test_a_proposer_that_always_fails_is_switched_off(caplog: pytest.LogCaptureF
     assert "ValueError: broken" in caplog.text
 
 
+def fails_together(step: Step) -> Drafts:
+    """As where memory runs out: any row alone is well."""
+    if step.num_rows > 1:
+        raise MemoryError("too many")
+    return Drafts([[7]] * step.num_rows)
+
+
+def test_a_failure_that_no_row_reproduces_switches_the_proposer_off() -> None:
+    guard, _ = guard_of(fails_together)
+    for _ in range(MAX_FAILED_STEPS - 1):
+        assert guard.propose(two_rows()).rows() == [[7], [7]]
+    assert not guard.switched_off
+    assert guard.propose(two_rows()).rows() == [[], []]
+    assert guard.switched_off
+    assert guard.fallbacks == {Fallback.FAILED: 2}
+
+
+def test_only_failed_steps_in_a_row_switch_the_proposer_off() -> None:
+    guard, _ = guard_of(fails_together)
+    for _ in range(3):
+        for _ in range(MAX_FAILED_STEPS - 1):
+            guard.propose(two_rows())
+        assert guard.propose(step({"a": [1]})).rows() == [[7]]
+    assert not guard.switched_off
+
+
+CALL_SECONDS = 10
+EIGHT = {name: [1, 2] for name in "abcdefgh"}
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Step], Drafts]], tuple[Guard, list[list[str]]]]:
+    """A guard with 55 s for a proposer that takes 10 s per call, by a clock that nothing else moves; and who was asked about."""
+    now = [0]
+    monkeypatch.setattr(guard_module.time, "perf_counter", lambda: now[0])
+
+    def make(answer: Callable[[Step], Drafts]) -> tuple[Guard, list[list[str]]]:
+        calls: list[list[str]] = []
+
+        def takes_time(step: Step) -> Drafts:
+            now[0] += CALL_SECONDS
+            calls.append(step.request_ids)
+            return answer(step)
+
+        return guard_of(takes_time, 55_000, OnDevice)[0], calls
+
+    return make
+
+
+def test_the_search_for_a_row_at_fault_ends_within_the_budget(slowly: Any) -> None:
+    guard, calls = slowly(fails_together)
+    assert guard.propose(step(EIGHT)).rows() == [[7]] * 3 + [[]] * 5
+    assert calls == [list(EIGHT), ["a"], ["b"], ["c"]]
+    assert guard.fallbacks == {Fallback.FAILED: 5}
+    assert guard.propose(step(EIGHT, limits=[4] * 7 + [0])).rows() == [[]] * 3 + [[7]] * 3 + [[]] * 2
+    assert guard.fallbacks == {Fallback.FAILED: 5 + 4}  # the last one has no use for drafts
+    assert not guard.faults[Fault.LATE]
+    for _ in range(MAX_FAILED_STEPS):
+        guard.propose(step(EIGHT))
+    assert guard.switched_off
+    assert len(calls) == MAX_FAILED_STEPS + 3 * (MAX_FAILED_STEPS - 1)
+
+
+def test_the_search_goes_on_in_the_next_step(slowly: Any) -> None:
+    guard, calls = slowly(raises_for("g"))
+    steps = 0
+    while guard._plain != {"g"}:
+        steps += 1
+        assert steps < MAX_FAILED_STEPS, calls
+        guard.propose(step(EIGHT))
+    assert guard.propose(step(EIGHT)).rows() == [[2]] * 6 + [[]] + [[2]]
+    for _ in range(MAX_FAILED_STEPS):
+        guard.propose(step(EIGHT))
+    assert not guard.switched_off
+
+
+def test_a_row_at_fault_is_found_although_it_takes_all_the_time(slowly: Any) -> None:
+    guard, _ = slowly(raises_for("a"))
+    guard.budget_seconds = CALL_SECONDS
+    assert guard.propose(step(EIGHT)).rows() == [[], [2]] + [[]] * 6
+    assert guard._plain == {"a"}
+
+
+def test_rows_are_not_at_fault_where_all_that_were_tried_fail(slowly: Any) -> None:
+    """Else each step would exclude a few, and the proposer would never be switched off."""
+
+    def broken(_: Step) -> Drafts:
+        raise ValueError("broken")
+
+    guard, _ = slowly(broken)
+    for _ in range(MAX_FAILED_STEPS):
+        assert guard.propose(step(EIGHT)).rows() == [[]] * 8
+        assert not guard._plain
+    assert guard.switched_off
+    assert guard.fallbacks == {Fallback.FAILED: 8 * MAX_FAILED_STEPS}
+
+
+def test_rows_of_a_step_that_is_late_are_counted_once() -> None:
+    def answer(step: Step) -> Drafts:
+        if step.num_rows > 1:
+            time.sleep(0.2)
+        return fails_together(step)
+
+    guard, _ = guard_of(answer, budget_ms=50)
+    guard.propose(step(EIGHT))
+    settled(guard)
+    assert guard.fallbacks == {Fallback.LATE: 8}
+
+
+def test_ranks_that_draft_together_search_every_row(slowly: Any) -> None:
+    """One whose clock said that time is up would leave the others waiting for it."""
+    guard, calls = slowly(raises_for("h"))
+    guard._spans_ranks = True
+    assert guard.propose(step(EIGHT)).rows() == [[2]] * 7 + [[]]
+    assert len(calls) == 9
+
+
 def test_sys_exit_in_a_proposer_does_not_end_the_engine() -> None:
     guard, _ = guard_of(lambda _: sys.exit(3))
     assert guard.propose(two_rows()).rows() == [[], []]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,3 +142,36 @@ def test_requests_are_read_once_and_sent_on_in_a_form_that_is_quick_to_read(vali
     assert validated({"other": 1}) == {"other": 1}
     with pytest.raises(ValueError, match="of 11 token ids; at most 10"):
         validated({"specplugin": {"prediction": [1] * 11}})
+
+
+# -- start-up ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("controller", [True, False])
+def test_timing_at_start_is_no_load_of_experts(controller: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 says on V2 how to keep passes out of what it balances experts by; other runners have no such place."""
+    suppressed, seen = [False], []
+
+    @contextlib.contextmanager
+    def suppress() -> Iterator[None]:
+        suppressed[0] = True
+        yield
+        suppressed[0] = False
+
+    runner = types.SimpleNamespace(eplb=types.SimpleNamespace(suppress=suppress)) if controller else types.SimpleNamespace()
+    quiet: list[bool] = []
+
+    @contextlib.contextmanager
+    def warming_up(_: Any) -> Iterator[None]:
+        quiet.append(True)
+        yield
+        quiet.append(False)
+
+    control = types.SimpleNamespace(calibrate=lambda *_: seen.append(suppressed[0]), warming_up=warming_up)
+    monkeypatch.setattr(sys.modules["vllm_specplugin.runtime"], "control", control, raising=False)
+    config = types.SimpleNamespace(speculative_config=types.SimpleNamespace(plugin={}))
+    worker = types.SimpleNamespace(model_runner=runner, vllm_config=config)
+    assert install._warm_up(lambda _: str(quiet), worker) == "[True]"  # vLLM's own requests are drafted for by nobody
+    assert quiet == [True, False]
+    assert seen == [controller]
+    assert suppressed == [False]

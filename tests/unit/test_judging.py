@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,12 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_specplugin.guard import CheckedDrafts
 from vllm_specplugin.noise import DraftNoise, owner_of
 from vllm_specplugin.registry import VERIFIERS
-from vllm_specplugin.runtime import judging
+from vllm_specplugin.runtime import control, judging, v2_sampler
 from vllm_specplugin.runtime.judging import Drafted, DraftLogits, Judge
 from vllm_specplugin.runtime.spec_config import seed_of
 from vllm_specplugin.runtime.v1 import _Hooks
 from vllm_specplugin.runtime.v1_sampler import _JudgedStep, _Layout
+from vllm_specplugin.runtime.v2 import Drafting
 from vllm_specplugin.runtime.v2_sampler import Verification
 from vllm_specplugin.types import Request
 
@@ -185,6 +187,42 @@ def test_on_v1_what_the_scheduler_fills_up_is_no_draft() -> None:
     assert step.lengths.tolist() == [3, 0, 0, 1]
 
 
+class TwoRanks:
+    """A group in which the first rank's numbers are `first`."""
+
+    def __init__(self, first: torch.Tensor) -> None:
+        self.first = first
+
+    def broadcast(self, packed: torch.Tensor, src: int) -> torch.Tensor:
+        assert src == 0
+        assert packed.shape == self.first.shape
+        return self.first
+
+
+def test_ranks_that_came_by_a_verdict_differently_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's kernels count what was sampled, a verdict what was accepted; the first rank walked, this one did not."""
+    first = torch.tensor([[1, 5, 6, 0], [0, 7, 0, 0]])  # accepted, then the tokens
+    monkeypatch.setattr(judging, "get_tp_group", lambda: TwoRanks(first))
+    sampled, counted = torch.tensor([[5, 9, 9], [7, 9, 9]]), torch.tensor([3, 2], dtype=torch.int32)
+    monkeypatch.setattr(v2_sampler, "rejection_sample", lambda *_, **__: (sampled, counted))
+    deciding = judge("token", ranks=2)
+    states = SimpleNamespace(temperature=SimpleNamespace(gpu=torch.ones(2)), seeds=SimpleNamespace(gpu=torch.zeros(2)))
+    verification: Any = SimpleNamespace(
+        sampler=SimpleNamespace(sampling_states=states, use_fp64_gumbel=False),
+        runtime=deciding.runtime,
+        judge=deciding,
+        num_speculative_steps=K,
+    )
+    verification._as_wide_as_k = partial(Verification._as_wide_as_k, verification)
+    rows = torch.zeros(6, dtype=torch.int64)
+    _, found, number = Verification._by_host_kernels(
+        verification, torch.zeros(6, VOCAB), requests("a", "b"), np.array([2, 2]), rows, torch.tensor([0, 3, 6]), rows,
+        torch.arange(2), rows,
+    )  # fmt: skip
+    assert number.tolist() == [2, 1]
+    assert found.tolist() == [[5, 6, 0, 0], [7, 0, 0, 0]]  # as wide as k, though two drafts were planned
+
+
 # -- requests and engines ----------------------------------------------------------------------------------
 
 
@@ -209,3 +247,47 @@ def test_engines_of_a_data_parallel_group_draw_apart() -> None:
     assert len(draws) == 8
     seeded = Request("x", temperature=1.0, seed=9)
     assert {owner_of(seeded, seed) for seed in seeds} == {"seed:9"}
+
+
+# -- before and beside serving -----------------------------------------------------------------------------
+
+
+def test_while_vllm_warms_up_nobody_drafts() -> None:
+    class Runner:
+        pass
+
+    runner, runtime = Runner(), SimpleNamespace(warming_up=False)
+    control.remember(runner, runtime)  # type: ignore[arg-type]
+    drafting: Any = SimpleNamespace(runtime=runtime, kept=[], device=torch.device("cpu"))
+    drafting.keep_lengths = lambda batch, lengths: drafting.kept.append(lengths.tolist())
+    out = torch.ones(2, 3, dtype=torch.int64)
+    with control.warming_up(runner):
+        Drafting.propose(drafting, SimpleNamespace(), None, None, None, None, 3, out)  # type: ignore[arg-type]
+    assert out.tolist() == [[0] * 3] * 2
+    assert drafting.kept == [[0, 0]]
+    assert not runtime.warming_up
+    with control.warming_up(Runner()):  # none of ours
+        pass
+
+
+def test_a_pass_that_fails_leaves_the_kv_connector_on() -> None:
+    switched: list[bool] = []
+    runner: Any = SimpleNamespace(kv_connector=SimpleNamespace(set_disabled=switched.append), execute_model_state=1)
+    control._tidy_up(runner)
+    assert switched == [False]
+    assert runner.execute_model_state is None
+    control._tidy_up(SimpleNamespace())  # V1 has none
+
+
+@pytest.mark.parametrize(
+    ("device", "sampling", "taken"), [("cpu", "probabilistic", 0), ("cuda", "greedy", 0), ("cuda", "probabilistic", 3)]
+)
+def test_room_for_drawn_drafts_is_taken_when_memory_is_measured(
+    device: str, sampling: str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "empty", lambda size, **_: asked.append(size))
+    host = SimpleNamespace(max_num_seqs=5, vocab_size=VOCAB)
+    runtime = SimpleNamespace(resolved=SimpleNamespace(config=SimpleNamespace(draft_sampling=sampling)), host=host)
+    Drafting.reserve(SimpleNamespace(device=SimpleNamespace(type=device), runtime=runtime, k=K))  # type: ignore[arg-type]
+    assert sum(asked) == taken * 5 * K * VOCAB

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from vllm.config import SpeculativeConfig
 
 from tests.support.mtp import DEPTH, SIZES, VARIANTS, joint, texts
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.heads.decoder import Cached, DecoderConfig
 from vllm_specplugin.heads.mtp import MTPConfig, MTPModule, SequentialMTP
+from vllm_specplugin.runtime import spec_config
+from vllm_specplugin.runtime.spec_config import target_of
 from vllm_specplugin.train.mtp import JointMTP
+from vllm_specplugin.types import Target
 
 LENGTH = 9
 
@@ -147,6 +153,58 @@ def test_a_module_starts_near_the_main_head() -> None:
 def test_impossible_modules_are_refused(change: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         MTPConfig(_decoder(), **change)  # type: ignore[arg-type]
+
+
+# -- how many layers a target has --------------------------------------------------------------------------
+
+
+def stock_override(hf_config: Any) -> Any:
+    """vLLM 0.32's, of a family that it has no MTP layers for."""
+    return hf_config
+
+
+def override_for_transformers(hf_config: Any, transformers_mtp_overrides: dict[str, Any] | None = None) -> Any:
+    """vLLM 0.33's."""
+    return hf_config
+
+
+@pytest.mark.parametrize(
+    ("override", "backend", "layers", "found"),
+    [
+        (override_for_transformers, True, 2, 2),
+        (override_for_transformers, True, None, 0),
+        (override_for_transformers, False, 2, 0),
+        (stock_override, True, 2, 0),
+    ],
+)
+def test_layers_that_the_transformers_backend_runs_count(
+    override: Callable[..., Any], backend: bool, layers: int | None, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpeculativeConfig, "hf_config_override", staticmethod(override))
+    config = SimpleNamespace(model_type="some", architectures=["SomeForCausalLM"])
+    if layers is not None:
+        config.num_mtp_layers = layers
+    model: Any = SimpleNamespace(
+        model="m",
+        hf_config=config,
+        hf_text_config=config,
+        get_hidden_size=lambda: 8,
+        get_vocab_size=lambda: 16,
+        get_total_num_hidden_layers=lambda: 2,
+        using_transformers_backend=lambda: backend,
+    )
+    assert target_of(model).num_mtp_layers == found
+
+
+def test_a_target_whose_layers_vllm_does_not_run_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise NotImplementedError("not for multimodal models yet")
+
+    monkeypatch.setattr(spec_config, "target_of", lambda _: Target("m", "some", 8, 16, 2, num_mtp_layers=1))
+    monkeypatch.setattr(spec_config, "PluginSpeculativeConfig", refuse)
+    model: Any = None
+    with pytest.raises(ConfigError, match="vLLM refuses the proposer 'mtp' with this target: not for multimodal models yet"):
+        spec_config.create({"proposer": "mtp"}, {}, model, model)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------

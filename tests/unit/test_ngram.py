@@ -348,6 +348,48 @@ def test_a_request_that_outgrows_the_memory_loses_its_drafts_only() -> None:
     assert drafts(proposer, {"next": [*big[:20_000], 0, 1]})["next"] == [2, 3, 4, 5]
 
 
+def test_a_slot_that_was_lost_is_not_shared_with_the_row_that_gets_it() -> None:
+    """Where there is no room to grow: the room that is freed then suffices for another request, as long as this one."""
+    proposer = make(max_model_len=200_000, max_index_mib=1)
+    big, other = list(range(33_000)), list(range(33_000, 66_000))
+    other[-2:] = other[:2]
+    drafts(proposer, {"big": big[:25_000]})
+    taken = proposer.index._slots["big"]
+    found = drafts(proposer, {"big": big, "other": other}, {"big": 1, "other": 0})  # and steps were missed
+    assert proposer.index._slots == {"other": taken}
+    assert found == {"big": [], "other": expected(proposer, other)}
+
+
+def test_rows_never_share_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While requests come, miss steps, grow and end with too little memory for all of them."""
+    proposer = make(max_model_len=40_000, max_index_mib=1)
+    index, random = proposer.index, np.random.default_rng(0)
+    serve, lost = index._serve, 0
+
+    def looked_at(slots: np.ndarray, *rest: np.ndarray) -> bool:
+        held = slots[slots >= 0]
+        assert len(set(held.tolist())) == len(held)
+        return serve(slots, *rest)
+
+    monkeypatch.setattr(index, "_serve", looked_at)
+    texts = {str(seed): text(seed, 30_000) for seed in range(6)}
+    lengths = dict.fromkeys(texts, 100)
+    for _ in range(200):
+        had = set(index._slots)
+        rows = random.permutation(list(texts))[: random.integers(1, 7)].tolist()
+        for name in rows:
+            lengths[name] = min(lengths[name] + int(random.integers(0, 2500)), 30_000)
+        now = {name: texts[name][: lengths[name]] for name in rows}
+        drafts(proposer, now, dict.fromkeys(now, 1))
+        assert_sound(index)
+        lost += len(had - set(index._slots))
+        ended = str(random.choice(list(texts)))
+        if random.random() < 0.3:
+            proposer.forget([ended])
+            lengths[ended] = 100
+    assert lost > 5, "the bound was to be met"
+
+
 def test_long_prompts_take_several_steps() -> None:
     proposer = make(index_tokens_per_step=100)
     tokens = text(7, 450)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,82 @@ HYBRID = Rules("hybrid", parts=("predicted", "draft_model"), keys=("prediction",
 )
 def test_what_a_proposer_reads_may_be_said(said: dict[str, Any]) -> None:
     HYBRID.check(read({"specplugin": said}))
+
+
+HALF = "\ud83d"
+"""Of an emoji: what is left where a client cuts a text in the middle of one."""
+THIRD_PARTY = Rules("copycat", keys=("hint", "prediction"))
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        ({"prediction": f"cut {HALF}"}, [r"'specplugin.prediction' is 'cut \ud83d', which cannot be sent", "surrogates"]),
+        ({"hint": HALF}, [r"'specplugin.hint' is '\ud83d'", "Expected whole characters"]),
+        ({"hint": [{"deep": [HALF]}]}, ["'specplugin.hint'"]),
+        ({"hint": {HALF: 1}}, ["'specplugin.hint'"]),
+        ({"hint": 2**64}, ["'specplugin.hint' is 18446744073709551616", "integers of 64 bits"]),
+        ({"hint": {"deep": -(2**63) - 1}}, ["'specplugin.hint'"]),
+    ],
+    ids=ascii,
+)
+def test_what_the_engine_cannot_be_sent_is_refused(said: dict[str, Any], parts: list[str], as_text: bool) -> None:
+    """vLLM would fail after it has registered the request."""
+    pytest.importorskip("msgspec", reason="what encodes vLLM's messages comes with it")
+    with pytest.raises(ConfigError) as caught:
+        THIRD_PARTY.read({"specplugin": json.dumps(said) if as_text else said})
+    text = str(caught.value)
+    assert all(part in text for part in parts), text
+    text.encode()  # it is sent to the client
+    assert len(text) < 300
+
+
+@pytest.mark.parametrize("value", [object(), np.int64(3), {1, HALF}], ids=["object", "number of numpy", "set"])
+def test_objects_that_messages_cannot_carry_are_refused(value: Any) -> None:
+    pytest.importorskip("msgspec", reason="what encodes vLLM's messages comes with it")
+    with pytest.raises(ConfigError, match=r"'specplugin\.hint' is .* cannot be sent to the engine"):
+        THIRD_PARTY.read({"specplugin": {"hint": value}})
+
+
+def test_what_is_nested_too_deeply_for_the_engine_is_refused() -> None:
+    """Wherever json gets through with it: the engine encodes it further down the stack than it is looked at."""
+    encode = pytest.importorskip("msgspec", reason="what encodes vLLM's messages comes with it").msgpack.encode
+    passed = 0
+    for depth in range(50, 1200, 10):
+        try:
+            said = THIRD_PARTY.read({"specplugin": f'{{"hint": {"[" * depth}{"]" * depth}}}'})
+        except ConfigError:
+            continue
+        passed = depth
+
+        def deeper(levels: int, said: dict[str, Any]) -> bytes:
+            return deeper(levels - 1, said) if levels else encode([[[said]]])
+
+        deeper(40, said)
+    assert passed > 100
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"prediction": "\U0001f600 whole", "max_draft_tokens": 2**70},
+        {"prediction": [1, 2]},
+        {"hint": [2**64 - 1, -(2**63), None, 0.5, {"x": "ä"}]},
+        {"hint": np.arange(3)},
+        {"hint": b"bytes"},
+    ],
+    ids=ascii,
+)
+def test_what_the_engine_can_be_sent_is_not_refused(said: dict[str, Any]) -> None:
+    THIRD_PARTY.read({"specplugin": said})
+
+
+def test_a_key_that_cannot_be_sent_back_is_named_all_the_same() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PLAIN.read({"specplugin": {f"{HALF}\nä": 1}})
+    assert str(caught.value).startswith(r"'specplugin.\ud83d\nä' is nothing that")
+    str(caught.value).encode()
 
 
 SHORT = Rules("predicted", keys=("prediction",), vocab_size=100, max_model_len=10)

@@ -22,7 +22,7 @@ from vllm_specplugin.proposers.suffix import SuffixOptions, SuffixProposer
 from vllm_specplugin.proposers.suffix_answers import Answers, pieces_of, ring_bytes, ring_size
 from vllm_specplugin.proposers.suffix_kernels import CHUNK, HEAD
 from vllm_specplugin.proposers.suffix_reference import Rules, Text, space_saving, suffix_draft
-from vllm_specplugin.proposers.suffix_tree import CLASSES, MAX_COUNT, MAX_VOCAB, NODE_WORDS, counted, dead
+from vllm_specplugin.proposers.suffix_tree import CLASSES, MAX_COUNT, MAX_VOCAB, NODE_WORDS, TRUST_CLASSES, counted, dead
 
 K = 4
 
@@ -551,6 +551,13 @@ def test_only_one_rank_writes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def one_wrong(classes: int, row: int, value: float) -> np.ndarray:
+    """Odds `[2, classes]` of which a single one, or how often it was seen, cannot be."""
+    odds = np.full((2, classes), 0.5)
+    odds[row, -1] = value
+    return odds
+
+
 def stored(file: Path, **changes: object) -> None:
     """A sound file of answers, but for the changes."""
     proposer = loaded(cache_file=str(file))
@@ -575,6 +582,13 @@ def stored(file: Path, **changes: object) -> None:
         ({"tokens": np.array(5, dtype=np.int32)}, "do not fit together"),
         ({"odds": np.full((2, CLASSES), np.nan)}, "do not fit together"),
         ({"odds": np.full((2, CLASSES), "x")}, "do not fit together"),
+        ({"odds": one_wrong(CLASSES, 0, 1.5)}, "do not fit together"),
+        ({"odds": one_wrong(CLASSES, 0, -0.5)}, "do not fit together"),
+        ({"odds": one_wrong(CLASSES, 1, -1.5)}, "do not fit together"),
+        ({"odds": one_wrong(CLASSES, 1, np.inf)}, "do not fit together"),
+        ({"odds": one_wrong(CLASSES, 1, 1e9)}, "do not fit together"),
+        ({"trust": one_wrong(TRUST_CLASSES, 0, 1.5)}, "do not fit together"),
+        ({"trust": one_wrong(TRUST_CLASSES, 1, np.nan)}, "do not fit together"),
         ({"head": 1.5}, "do not fit together"),
         ({"version": None}, "is no file of answers"),
         ({"version": np.array([1, 2])}, "is no file of answers"),

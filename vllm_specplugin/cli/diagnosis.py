@@ -215,6 +215,11 @@ def _ask_vllm(found: Diagnosis, config: Mapping[str, Any], flags: Mapping[str, A
         found.resolved = replace(found.resolved, num_speculative_tokens=engine.host.num_speculative_tokens)
     if engine.host is not None and (slow := slow_on_cpu(engine.host.device, engine.host.dtype)):
         found.notes.append(slow)
+    if found.resolved is not None and os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        found.notes.append(
+            "VLLM_USE_RUST_FRONTEND is set, and vLLM's Rust front end runs no plugins: it gives no figures per request and no "
+            "vllm:specplugin_* metrics, and refuses nothing that requests say wrongly"
+        )
     if found.model is None:
         found.notes.append("no MODEL was named: its own limits, the scheduling and the memory bill were not looked at")
 

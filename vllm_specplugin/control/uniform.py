@@ -82,8 +82,12 @@ class _Planned:
 
 
 def levels_of(k: int) -> list[int]:
-    """Between how many drafts is chosen: 0, powers of 2, and k. Few, since vLLM captures CUDA graphs for each."""
-    return sorted({0, k, *(1 << power for power in range(k.bit_length()))})
+    """Between how many drafts is chosen: 0, 1, 3, 7, ... and k. Few, since vLLM captures CUDA graphs for each.
+
+    With the token before them these are powers of 2 of rows per request. So are the steps between the sizes of vLLM's graphs: at
+    other numbers many a batch size would find no graph of its own, and go without a full one.
+    """
+    return sorted({0, k, *((1 << power) - 1 for power in range((k + 1).bit_length()))})
 
 
 def schedule(k: int, max_num_seqs: int) -> list[tuple[int, int, int]]:

@@ -174,8 +174,8 @@ def _eagle(model: str, path: Path, config: Mapping[str, Any], shapes: Mapping[st
     fc = plain.get("fc.weight")
     hidden = said.get("target_hidden_size")
     if hidden is None and fc is not None:
-        # EAGLE joins the state with an embedding of the same size, EAGLE-3 the states of three layers.
-        hidden = fc[1] // 3 if eagle3 else fc[1] - fc[0]
+        # EAGLE joins the state with an embedding of the same size, EAGLE-3 the states of a few layers.
+        hidden = fc[1] // _fused_layers(said) if eagle3 else fc[1] - fc[0]
     hidden = hidden or said.get("hidden_size")
     vocab = said.get("vocab_size")
     if vocab is None and "embed_tokens.weight" in plain:
@@ -194,6 +194,14 @@ def _eagle(model: str, path: Path, config: Mapping[str, Any], shapes: Mapping[st
         config=config,
         shapes=shapes,
     )
+
+
+def _fused_layers(said: Mapping[str, Any]) -> int:
+    """How many of the target's layers an EAGLE-3 head joins the states of; as vLLM's qwen3_eagle3.py and llama_eagle3.py do."""
+    eagle = said.get("eagle_config")
+    key = "eagle_aux_hidden_state_layer_ids"
+    layers = said.get(key) or (eagle.get(key) if isinstance(eagle, Mapping) else None) or ()
+    return int(said.get("num_aux_layers") or said.get("num_aux_hidden_states") or len(layers) or 3)
 
 
 def _speculators(model: str, path: Path, config: Mapping[str, Any]) -> HeadsInfo:

@@ -17,7 +17,7 @@ def law_of(logits: torch.Tensor, temperature: torch.Tensor, top_k: int = 0, top_
     Returns:
         `[rows, k, vocab]` float32, each row's sum 1 up to rounding.
     """
-    logits = logits.float() / temperature[:, None, None].float()
+    logits = logits / temperature[:, None, None].float()  # float32, without a copy of the logits in between
     if 0 < top_k < logits.shape[-1]:
         least = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

@@ -64,11 +64,14 @@ def key_of(name: str) -> Key | None:
     return None
 
 
-def keys_of(names: Iterable[str]) -> dict[Key, str]:
-    """The tensors that belong to the heads; others (a whole model's beside them) are left out."""
+def keys_of(names: Iterable[str], shared: bool = False) -> dict[Key, str]:
+    """The tensors that belong to the heads; others (a whole model's beside them) are left out.
+
+    Where a file holds outputs of heads and one for all, the latter is the base model's, unless it is said to be `shared`.
+    """
     found = {key: name for name in names if (key := key_of(name)) is not None}
-    if any(key.part == "output" and key.head > 0 for key in found):
-        found.pop(Key("shared_output"), None)  # the base model's, where a file holds both
+    if not shared and any(key.part == "output" for key in found):
+        found.pop(Key("shared_output"), None)
     return found
 
 
@@ -89,7 +92,7 @@ def config_of(shapes: Shapes, said: Mapping[str, Any], where: str) -> MedusaConf
     Raises:
         ConfigError: a part is missing, or the two contradict each other.
     """
-    keys = keys_of(shapes)
+    keys = keys_of(shapes, shared=bool(said.get("original_lm_head")))
     heads = 1 + max((key.head for key in keys if key.part in ("weight", "output")), default=-1)
     layers = 1 + max((key.layer for key in keys if key.part == "weight"), default=-1)
     output = _output(keys, heads, said)
@@ -206,8 +209,8 @@ def load(heads: MedusaHeads, tensors: Mapping[str, torch.Tensor], where: str) ->
     Raises:
         ConfigError: the map of drafted tokens leads outside the target's vocabulary.
     """
-    keys = keys_of(tensors)
     config = heads.config
+    keys = keys_of(tensors, shared=config.output == "shared")
 
     def tensor(part: str, head: int = 0, layer: int = 0) -> torch.Tensor | None:
         name = keys.get(Key(part, head, layer))  # type: ignore[arg-type]

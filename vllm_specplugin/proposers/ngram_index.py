@@ -230,6 +230,7 @@ class NgramIndex:
                 self._grow(request_id, length)
             elif status[row] != kernels.BEHIND:
                 if limits[row] == 0 or allowance <= 0 or not self._make_room(request_id, length):
+                    slots[row] = self._slots.get(request_id, -1)  # lost where it could not grow, and the next row may take it
                     continue
                 self._catch_up(request_id, history(int(row)))
             allowance -= self._build(request_id, allowance)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.proposers.suffix_answers import Answers, Piece, pieces_of
 from vllm_specplugin.proposers.suffix_kernels import CHUNK, PIECE
-from vllm_specplugin.proposers.suffix_tree import CLASSES, TRUST_CLASSES
+from vllm_specplugin.proposers.suffix_tree import CLASSES, MEMORY, TRUST_CLASSES
 
 logger = logging.getLogger("vllm.specplugin.suffix")
 
@@ -169,8 +169,11 @@ class AnswersFile:
         """Raises ConfigError where the parts of a file do not fit together."""
         kinds = {"head": (np.int64, ()), "odds": (np.float64, (2, CLASSES)), "trust": (np.float64, (2, TRUST_CLASSES))}
         sound = {"tokens", "origins", *kinds} <= set(fields) and all(
-            (fields[name].dtype, fields[name].shape) == kind and np.isfinite(fields[name]).all() for name, kind in kinds.items()
+            (fields[name].dtype, fields[name].shape) == kind for name, kind in kinds.items()
         )
+        for name in ("odds", "trust") if sound else ():  # how probable, and seen how often; a NaN is neither
+            probable, seen = fields[name]
+            sound &= bool(((probable >= 0) & (probable <= 1) & (seen >= 0) & (seen <= MEMORY)).all())
         if sound:
             tokens, origins = fields["tokens"], fields["origins"]
             sound = (

@@ -70,6 +70,20 @@ def remember(runner: Any, runtime: Runtime) -> None:
     _RUNTIMES[runner] = runtime
 
 
+@contextmanager
+def warming_up(runner: Any) -> Iterator[None]:
+    """While vLLM runs requests of its own before it serves: nobody drafts for them, or learns from them."""
+    runtime = _RUNTIMES.get(runner)
+    if runtime is None:
+        yield
+        return
+    runtime.warming_up = True
+    try:
+        yield
+    finally:
+        runtime.warming_up = False
+
+
 def calibrate(runner: Any, vllm_config: VllmConfig) -> None:
     """Time a runner's passes and tell its control; where that does not work control learns from real steps alone."""
     runtime = _RUNTIMES.get(runner)
@@ -90,6 +104,7 @@ def calibrate(runner: Any, vllm_config: VllmConfig) -> None:
         logger.warning(
             "Passes of the target could not be timed at start-up; draft lengths follow real steps alone.", exc_info=True
         )
+        _tidy_up(runner)
         return
     if runtime.controller is None:
         runtime.meter.timed(timed)
@@ -97,6 +112,14 @@ def calibrate(runner: Any, vllm_config: VllmConfig) -> None:
         runtime.controller.calibrate(list(timed), list(timed.values()))
     text = ", ".join(f"{size}: {seconds * 1e3:.3g}" for size, seconds in timed.items())
     logger.info("Timed passes of the target in %.1f s; milliseconds by rows: %s.", time.perf_counter() - started, text)
+
+
+def _tidy_up(runner: Any) -> None:
+    """V2 switches its KV connector off for such a pass, and on again only where the pass succeeds."""
+    switch_off = getattr(getattr(runner, "kv_connector", None), "set_disabled", None)
+    if switch_off is not None:
+        switch_off(False)
+        runner.execute_model_state = None
 
 
 def _timed(run: Callable[[int], None], sizes: list[int], budget: float | None) -> dict[int, float]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.logger import init_logger
 
@@ -50,7 +52,8 @@ class Runtime:
         self.resolved = spec.resolve()
         self.k: int = spec.num_speculative_tokens
         host = host_of(vllm_config, self.resolved, runner, str(device), get_tensor_model_parallel_rank())
-        eager = self.resolved.config.host.get("enforce_eager", vllm_config.model_config.enforce_eager)
+        no_graphs = vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+        eager = self.resolved.config.host.get("enforce_eager", vllm_config.model_config.enforce_eager or no_graphs)
         self._data_parallel = vllm_config.parallel_config.data_parallel_size > 1
         self.shards_sampling = bool(getattr(vllm_config.parallel_config, "enable_batch_sharded_sampling", False))
         """Each tensor-parallel rank samples requests of its own, on V2 where the user asks for it."""
@@ -70,6 +73,8 @@ class Runtime:
         self._tested: NDArray[np.int64] | None = None
         """`[rows]`, how many drafts the pass that is over verified; None for none."""
         self.meter = Meter(self, device)
+        self.warming_up = False
+        """The requests are vLLM's own, before it serves any."""
         self._requests: dict[str, Request] = {}
         self._arrived = 0
         self._noise_keys: dict[str, int] = {}
@@ -347,15 +352,13 @@ class Runtime:
         tested = np.minimum(tested, [self._drafted.get(request.request_id, 0) for request in requests])
         if not tested.any():
             return
-        width = max(map(len, rows))
-        token_ids = torch.full((len(rows), width), -1, dtype=torch.int64)
-        for row, tokens in enumerate(rows):
-            token_ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        accepted = torch.tensor([max(len(tokens) - 1, 0) for tokens in rows])
+        emitted = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+        token_ids = np.full((len(rows), int(emitted.max())), -1, dtype=np.int64)
+        token_ids[np.arange(token_ids.shape[1]) < emitted[:, None]] = list(chain.from_iterable(rows))
         self.guard.observe(
             Verdict(
-                accepted=accepted,
-                token_ids=token_ids,
+                accepted=torch.from_numpy((emitted - 1).clip(min=0)),
+                token_ids=torch.from_numpy(token_ids),
                 tested=torch.from_numpy(np.ascontiguousarray(tested)),
                 request_ids=[request.request_id for request in requests],
             )

@@ -5,6 +5,7 @@ Every replacement asks first whether the configuration is ours and hands on to t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -131,7 +132,10 @@ def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
     spec = _ours(self)
     if spec is None:
         return stock(self)
+    from vllm_specplugin.runtime import planning, spec_config
+
     spec.runner = "v2" if self.use_v2_model_runner else "v1"
+    spec_config.check_deployment(self)
     scheduler = self.scheduler_config
     if scheduler.async_scheduling and spec.runner == "v1":
         raise ConfigError(
@@ -150,8 +154,6 @@ def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
             stock(self)
         finally:
             spec.method = name
-    from vllm_specplugin.runtime import planning
-
     planning.prepare(self)
     return None
 
@@ -235,11 +237,15 @@ def _on_cpu_worker(module: Any) -> None:
 
 
 def _warm_up(stock: Wrapper, self: Any) -> Any:
-    times = stock(self)
-    spec = _ours(self.vllm_config)
-    if spec is not None:
-        from vllm_specplugin.runtime import control
+    if _ours(self.vllm_config) is None:
+        return stock(self)
+    from vllm_specplugin.runtime import control
 
+    with control.warming_up(self.model_runner):
+        times = stock(self)
+    # vLLM 0.33 counts which experts the tokens go to, and spreads them by that; these tokens are random.
+    suppress = getattr(getattr(self.model_runner, "eplb", None), "suppress", contextlib.nullcontext)
+    with suppress():
         control.calibrate(self.model_runner, self.vllm_config)
     return times
 

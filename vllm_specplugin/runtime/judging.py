@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.distributed import get_tp_group
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugin.guard import CheckedDrafts
 from vllm_specplugin.scorers.base import SampleVerifier
@@ -77,7 +78,7 @@ class Judge:
         undrafted = [place for place, request in enumerate(requests) if not num_drafts[place] and _is_free(request)]
         places = sorted(places + undrafted)
         judged = [requests[place] for place in places]
-        return Judged(judged, places, torch.tensor(places, device=device), every=len(places) == len(requests))
+        return Judged(judged, places, _on(device, places), every=len(places) == len(requests))
 
     def nobody_is_walked(self, requests: Sequence[Request], num_drafts: NDArray[np.integer]) -> bool:
         """Whether each request with drafts is judged or greedy, and at least one is judged."""
@@ -114,7 +115,7 @@ class Judge:
         """
         k = draft_ids.shape[1]
         draft_probs = None if self.samples else self.runtime.drafted.stacked(judged.requests, draft_ids, lengths)
-        keys = torch.tensor([self.runtime.noise_key(request) for request in judged.requests], device=lengths.device)
+        keys = _on(lengths.device, [self.runtime.noise_key(request) for request in judged.requests])
         return self.verifier.verify(target_probs, draft_probs, draft_ids, lengths, uniforms(keys, passes, k))
 
     def walk(self, target_ids: torch.Tensor, draft_ids: torch.Tensor, lengths: torch.Tensor) -> Verdict:
@@ -137,13 +138,19 @@ class Judge:
     def agree(self, counts: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`counts` `[requests]` and `token_ids` `[requests, k + 1]` as the first tensor-parallel rank has them.
 
-        What a rank's proposer gave may be missing on another (it was late there, say); the tokens must not differ.
+        Counts are of accepted drafts, whichever way a rank came by them. What a rank's proposer gave may be missing on another
+        (it was late there, say); the tokens must not differ.
         """
         if not self.shared:
             return counts, token_ids
         packed = torch.cat([counts[:, None].long(), token_ids.long()], dim=1)
         packed = get_tp_group().broadcast(packed, src=0)
         return packed[:, 0].to(counts.dtype), packed[:, 1:].to(token_ids.dtype)
+
+
+def _on(device: torch.device, values: list[Any]) -> torch.Tensor:
+    """Numbers of the host on a device, which nobody waits for: the host runs ahead under asynchronous scheduling."""
+    return async_tensor_h2d(values, device=device)
 
 
 def _has_grammar(request: Request) -> bool:
@@ -185,10 +192,13 @@ class DraftLogits:
 
     def probabilities(self, rows: Sequence[int]) -> torch.Tensor:
         """`[len(rows), k, vocab]` float32, of some of the step's rows."""
-        row = torch.tensor(rows, device=self.slots.device)
+        slots, temperature = self.slots, self.temperature
+        if list(rows) != list(range(len(slots))):
+            row = _on(slots.device, list(rows))
+            slots, temperature = slots[row], temperature[row]
         # The drafter draws from the same numbers, in float32, divided in the same way.
-        logits = self.logits[self.slots[row], : self.k, : self.vocab].float()
-        return logits.div_(self.temperature[row, None, None]).softmax(dim=-1)
+        logits = self.logits[slots, : self.k, : self.vocab].float()
+        return logits.div_(temperature[:, None, None]).softmax(dim=-1)
 
     def sound(self) -> torch.Tensor:
         """`[rows, k]`: which places have a distribution at all; a NaN among the logits leaves none."""
@@ -265,9 +275,9 @@ class Drafted:
                 return drawn
             if stacked is None:
                 stacked = drawn.new_zeros(len(kept), k, drawn.shape[2])
-            stacked[torch.tensor(places, device=stacked.device), : drawn.shape[1]] = drawn
+            stacked[_on(stacked.device, places), : drawn.shape[1]] = drawn
         assert stacked is not None
-        without = torch.tensor([entry is None for entry in kept], device=stacked.device)
+        without = _on(stacked.device, [entry is None for entry in kept])
         inside = torch.arange(k, device=stacked.device) < lengths[:, None]
         mask = (without[:, None] & inside)[..., None].to(stacked.dtype)
         ids = draft_ids.long().masked_fill(~inside, 0)[..., None]
@@ -280,4 +290,4 @@ def _rows(drawn_from: torch.Tensor | DraftLogits, rows: list[int]) -> torch.Tens
         return drawn_from.probabilities(rows)
     if rows == list(range(len(drawn_from))):
         return drawn_from
-    return drawn_from[torch.tensor(rows, device=drawn_from.device)]
+    return drawn_from[_on(drawn_from.device, rows)]

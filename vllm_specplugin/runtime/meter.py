@@ -41,6 +41,8 @@ class Meter:
         self._step = StepReport()
         self._pass_began: Any = None
         """When a pass over drafts began that is not over yet."""
+        self._planned_without = False
+        """The step was planned without the drafter."""
         self._known: dict[str, dict[Any, int]] = {}
         """The guards' counters as they were reported last."""
 
@@ -56,6 +58,7 @@ class Meter:
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self._pass_began = self._clock.now() if scheduler_output.scheduled_spec_decode_tokens else None
+            self._planned_without = isinstance(scheduler_output.num_spec_tokens_to_schedule, NoPass)
             return stock_execute(scheduler_output, *args, **kwargs)
 
         def timed_propose(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +70,7 @@ class Meter:
                 self._pass_began = None
             drafts = stock_propose(*args, **kwargs)
             wanted = kwargs.get("num_speculative_tokens")
-            if isinstance(wanted, NoPass):
+            if self.leaves_drafter_out(wanted):
                 return drafts
             first_pass_of = self._decoding(args[0]) if wanted == 0 else 0
             self._clock.spent("drafting", began, self._clock.now(), first_pass_of)
@@ -78,6 +81,13 @@ class Meter:
 
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
         setattr(drafter, propose, timed_propose)
+
+    def leaves_drafter_out(self, wanted: int | None) -> bool:
+        """Whether the step was planned without the drafter, which is asked for so many drafts.
+
+        Where nobody can use drafts vLLM 0.33 asks for a plain 0, whatever was planned.
+        """
+        return isinstance(wanted, NoPass) or (wanted == 0 and self._planned_without)
 
     def _decoding(self, input_batch: Any) -> int:
         """How many requests one of V2's batches has; 0 if one of them is at its prompt."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_specplugin.control.uniform import NoPass
 from vllm_specplugin.runtime.control import Stopwatch
 from vllm_specplugin.runtime.judging import DraftLogits
 from vllm_specplugin.runtime.native import NativeDrafts, check_draft_vocabulary
@@ -77,7 +76,7 @@ class _Overlay:
         dummy_run = options.get("dummy_run", False)
         wanted = options.get("num_speculative_tokens")
         k = drafting.k if wanted is None else wanted
-        if isinstance(wanted, NoPass):
+        if not dummy_run and drafting.runtime.meter.leaves_drafter_out(wanted):
             return drafting.skip(input_batch, speculator.draft_tokens[: input_batch.num_reqs])
         if not dummy_run and not drafting.runtime.asks_native(input_batch.req_ids):
             out = speculator.draft_tokens[: input_batch.num_reqs]

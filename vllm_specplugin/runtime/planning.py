@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_specplugin.config import SpecConfig
 from vllm_specplugin.control.uniform import UniformControl, schedule
 from vllm_specplugin.runtime.meter import ReportingOutput
-from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
+from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig, schedules_on_every_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +54,8 @@ def _obstacle(vllm_config: VllmConfig) -> str:
         return f"--data-parallel-size {parallel.data_parallel_size}"
     if parallel.pipeline_parallel_size > 1:  # a step's time is not the time from output to output
         return f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
+    if schedules_on_every_rank(parallel):  # each would plan by its own clock
+        return "--distributed-executor-backend external_launcher"
     return ""
 
 
@@ -112,6 +114,8 @@ class Planner:
         scheduled, places = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         drafts = {request_id: len(row) for request_id, row in places.items()}
         decoding = all(tokens == 1 + drafts.get(request_id, 0) for request_id, tokens in scheduled.items())
+        # vLLM 0.33 drafts nothing where no request can use it, whatever was planned: what such a step took is no level's time.
+        decoding = decoding and not getattr(scheduler_output, "skip_drafts", False)
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         if drafts and sampled:  # made before the drafter was left out, if it is in this step
             judged = [request_id for request_id in drafts if request_id in rows and not self.control.has_lapsed(request_id)]

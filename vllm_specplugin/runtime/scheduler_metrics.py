@@ -19,7 +19,7 @@ from vllm_specplugin.errors import ConfigError, SpecPluginError
 from vllm_specplugin.registry import PROPOSERS
 from vllm_specplugin.request_args import read_draft_limit
 from vllm_specplugin.runtime.meter import ReportingOutput
-from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig
+from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig, uses_rust_front_end
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -58,7 +58,15 @@ class _Hooks:
         is_adaptive = config.adaptive and (spec.plans_ahead or not scheduler.vllm_config.scheduler_config.async_scheduling)
         alarm = Alarm(_is_learned, adaptive=is_adaptive)
         self.scheduler = scheduler
-        self.counts = Counts(config.proposer, spec.num_speculative_tokens, alarm, totals=scheduler.log_stats)
+        self._front_end_listens = not uses_rust_front_end()
+        """It takes out again what is sent to it; else that would end up in answers."""
+        if not self._front_end_listens:
+            logger.warning_once(
+                "vLLM's Rust front end (VLLM_USE_RUST_FRONTEND) runs no plugins: figures per request, the metrics "
+                "vllm:specplugin_* and the 400s for what requests say wrongly need Python's front end. Drafting goes on."
+            )
+        totals = scheduler.log_stats and self._front_end_listens
+        self.counts = Counts(config.proposer, spec.num_speculative_tokens, alarm, totals)
         self._constrained: set[str] = set()
         """Running requests with a grammar."""
         self._with_stops: set[str] = set()
@@ -84,7 +92,7 @@ class _Hooks:
         for line in self.counts.alarm.due():
             logger.warning(line)
         stats = next((each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None), None)
-        if stats is not None:
+        if stats is not None and self._front_end_listens:
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: self.counts.take()}
         return outputs
 
@@ -144,7 +152,7 @@ class _Hooks:
         if emitted:
             source, verified, generated = passes.get(request_id, ("", 0, emitted))
             self.counts.emitted(request_id, source, verified, generated, emitted)
-        if output.finish_reason is not None or request_id in self._with_stops:
+        if self._front_end_listens and (output.finish_reason is not None or request_id in self._with_stops):
             output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: self.counts.dump(request_id)}
         if output.finish_reason is not None and request_id not in self.scheduler.requests:
             self._forget({request_id})

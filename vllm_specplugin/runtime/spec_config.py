@@ -12,14 +12,17 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
+from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.config.utils import config
+from vllm.logger import init_logger
 
 from vllm_specplugin.config import ResolvedConfig, SpecConfig, normalised_keys, resolve
 from vllm_specplugin.errors import ConfigError
@@ -29,6 +32,8 @@ from vllm_specplugin.types import Host, Target
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.specplugin")
 
 DRAFTER_PATH = "vllm_specplugin.runtime.v1.V1Drafter"
 """What vLLM's V1 runner builds for `custom_class`."""
@@ -124,7 +129,7 @@ def create(
             target_parallel_config=target_parallel_config,
             **_native_fields(resolved),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         if resolved.capabilities.native is None:
             raise
         raise ConfigError(f"vLLM refuses the proposer {parsed.proposer!r} with this target: {reason(error)}") from error
@@ -149,7 +154,7 @@ def target_of(model: ModelConfig) -> Target:
         hidden_size=model.get_hidden_size(),
         vocab_size=model.get_vocab_size(),
         num_hidden_layers=model.get_total_num_hidden_layers(),
-        num_mtp_layers=_num_mtp_layers(model.hf_config),
+        num_mtp_layers=_num_mtp_layers(model.hf_config) or _num_transformers_mtp_layers(model),
     )
 
 
@@ -161,6 +166,53 @@ def _num_mtp_layers(config: Any) -> int:
         return getattr(SpeculativeConfig.hf_config_override(copy.deepcopy(config)), "n_predict", None) or 0
     except ValueError:  # a family with such layers, in a checkpoint without
         return 0
+
+
+def _num_transformers_mtp_layers(model: ModelConfig) -> int:
+    """Those that the Transformers backend runs, from vLLM 0.33 on: whatever the family, under one name."""
+    if "transformers_mtp_overrides" not in inspect.signature(SpeculativeConfig.hf_config_override).parameters:
+        return 0
+    return (getattr(model.hf_text_config, "num_mtp_layers", None) or 0) if model.using_transformers_backend() else 0
+
+
+def check_deployment(vllm_config: VllmConfig) -> None:
+    """Hold the proposer against how the engine will run, once its model runner is known.
+
+    Raises:
+        ConfigError: one line that names what does not go together.
+    """
+    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    assert isinstance(spec, PluginSpeculativeConfig)
+    if spec.runner == "v1" and schedules_on_every_rank(parallel):
+        raise ConfigError(
+            "'external_launcher' schedules on every rank, and on vLLM's V1 model runner ranks may draft differently; use V2 "
+            "(VLLM_USE_V2_MODEL_RUNNER=1), or --distributed-executor-backend mp or ray."
+        )
+    name, capabilities = spec.plugin["proposer"], spec.resolve().capabilities
+    if capabilities.native is not None:  # drafts with vLLM's layers, which vLLM feeds and reloads
+        return
+    if capabilities.hidden_states == "aux" and parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"'proposer' is {name!r}, which reads hidden states of several layers, but with pipeline_parallel_size "
+            f"{parallel.pipeline_parallel_size} these lie on several ranks; use tensor parallelism, or another proposer."
+        )
+    if capabilities.checkpoint and vllm_config.model_config.enable_sleep_mode:
+        logger.warning_once(
+            "The weights of %r are no part of what vLLM reloads. Sleep level 1 keeps them; after level 2 they are gone, and the "
+            "engine must be restarted.",
+            name,
+        )
+
+
+def schedules_on_every_rank(parallel: ParallelConfig) -> bool:
+    """Whether each rank has a scheduler of its own (torchrun), so that all must decide alike."""
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.prefill_context_parallel_size
+    return parallel.distributed_executor_backend == "external_launcher" and ranks > 1
+
+
+def uses_rust_front_end() -> bool:
+    """Whether requests and answers go through vLLM's front end in Rust, where no plugin runs."""
+    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
 
 
 def seed_of(seed: int, data_parallel_index: int) -> int:

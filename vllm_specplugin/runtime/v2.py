@@ -63,6 +63,10 @@ class Drafting:
         stopwatch: Stopwatch | None = None,
     ) -> None:
         """Have the proposer draft, and put its tokens into `out` `[requests, most k]` int64, every id valid."""
+        if self.runtime.warming_up:
+            out.zero_()
+            self.keep_lengths(input_batch, torch.zeros(len(out), dtype=torch.int64, device=self.device))
+            return
         drafts = self._drafts(input_batch, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, k, native, stopwatch)
         packed = np.zeros((len(out), self.k + 1), dtype=np.int64)
         packed[:, :k] = drafts.token_ids
@@ -82,6 +86,16 @@ class Drafting:
         self.keep_lengths(input_batch, torch.zeros(len(out), dtype=torch.int64, device=self.device))
         self.runtime.meter.drafted(input_batch.req_ids, None)
         return out
+
+    def reserve(self) -> None:
+        """Take and give back what drafts drawn by chance will take, so that vLLM finds it when it measures what a step needs.
+
+        That is, in float32 over the vocabulary: what the last step's drafts were drawn from, this step's, and their logits.
+        """
+        runtime = self.runtime
+        if self.device.type != "cpu" and runtime.resolved.config.draft_sampling == "probabilistic":
+            host = runtime.host
+            torch.empty(3 * host.max_num_seqs * self.k * host.vocab_size, dtype=torch.float32, device=self.device)
 
     def keep_lengths(self, input_batch: InputBatch, lengths: torch.Tensor, on_host: Sequence[int] | None = None) -> None:
         """Note how many drafts each request of a step has: `[requests]` on the device, and on the host where known there."""
@@ -178,6 +192,8 @@ class PluginSpeculator(DraftModelSpeculator):
         """Draft for one step; returns `[requests, k]` int64, every id valid, of which `draft_lengths` say what counts."""
         out = self.draft_tokens[: input_batch.num_reqs]  # [requests, k]
         if dummy_run:
+            if is_profile:
+                self.drafting.reserve()
             return out.zero_()
         k = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self.drafting.propose(input_batch, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, k, out)

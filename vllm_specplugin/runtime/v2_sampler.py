@@ -123,14 +123,15 @@ class Verification(RejectionSampler):
         if self.fused and self.judge.nobody_is_walked(requests, num_drafts):
             processed = self.sampler.apply_sampling_params(*sampling)
             return self._by_host_kernels(
-                processed, requests, verify_draft_sampled, cu_num_logits, pos, idx_mapping, expanded_local_pos
+                processed, requests, num_drafts, verify_draft_sampled, cu_num_logits, pos, idx_mapping, expanded_local_pos
             )
         judged = self.judge.choose(requests, num_drafts, logits.device)
         first = cu_num_logits[:-1].long()  # [requests]
         lengths = cu_num_logits[1:].long() - first - 1
-        position = torch.arange(self.num_speculative_steps + 1, device=first.device)
-        row_at = (first[:, None] + position).clamp(max=logits.shape[0] - 1)  # [requests, k + 1]
-        drafts = verify_draft_sampled[row_at[:, 1:]]  # [requests, k]; -1 where a draft is marked invalid
+        width = max(int(num_drafts.max(initial=0)), 1)  # fewer than k, where fewer were planned
+        position = torch.arange(width + 1, device=first.device)
+        row_at = (first[:, None] + position).clamp(max=logits.shape[0] - 1)  # [requests, width + 1]
+        drafts = verify_draft_sampled[row_at[:, 1:]]  # [requests, width]; -1 where a draft is marked invalid
         if judged is None or not judged.every:
             with self._noise_by_position():
                 target_ids, processed = self.sampler.sample(*sampling, return_logprobs=True)
@@ -148,7 +149,11 @@ class Verification(RejectionSampler):
             known = pos[first[judged.rows]].long() + 1
             verdict = self.judge.verify(judged, target_probs, drafts, valid, known)
         merged = self.judge.merge(walked, judged, verdict)
-        return processed, merged.token_ids.clamp(min=0), (merged.accepted + 1).to(torch.int32)
+        return processed, self._as_wide_as_k(merged.token_ids.clamp(min=0)), (merged.accepted + 1).to(torch.int32)
+
+    def _as_wide_as_k(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[requests, k + 1]`, as the runner wants what was sampled; 0 behind what there is."""
+        return torch.nn.functional.pad(token_ids, (0, self.num_speculative_steps + 1 - token_ids.shape[1]))
 
     @contextmanager
     def _noise_by_position(self) -> Iterator[None]:
@@ -168,6 +173,7 @@ class Verification(RejectionSampler):
         self,
         processed: torch.Tensor,
         requests: Sequence[Request],
+        num_drafts: NDArray[np.int64],
         drafts: torch.Tensor,
         cu_num_logits: torch.Tensor,
         pos: torch.Tensor,
@@ -180,9 +186,10 @@ class Verification(RejectionSampler):
         lengths = cu_num_logits[1:].long() - first - 1
         request = torch.arange(len(requests), device=first.device, dtype=idx_mapping.dtype)
         request_of_row = request.repeat_interleave(lengths + 1, output_size=len(processed))  # [total]
-        place = (first[:, None] + 1 + torch.arange(self.num_speculative_steps, device=first.device)).clamp(max=len(drafts) - 1)
+        width = int(num_drafts.max())
+        place = (first[:, None] + 1 + torch.arange(width, device=first.device)).clamp(max=len(drafts) - 1)
         temperature = states.temperature.gpu[idx_mapping]
-        draft_probs = self.runtime.drafted.stacked(requests, drafts[place].clamp(min=0), lengths)  # [requests, k, vocab]
+        draft_probs = self.runtime.drafted.stacked(requests, drafts[place].clamp(min=0), lengths)  # [requests, width, vocab]
         assert draft_probs is not None
         # The kernels divide by the temperature, which these are past.
         draft_logits = draft_probs.log().mul_(temperature[:, None, None])
@@ -197,8 +204,8 @@ class Verification(RejectionSampler):
             expanded_local_pos,
             temperature,
             states.seeds.gpu[idx_mapping],
-            self.num_speculative_steps,
+            width,
             use_fp64=self.sampler.use_fp64_gumbel,
         )
-        num_sampled, sampled = self.judge.agree(num_sampled, sampled)
-        return processed, sampled, num_sampled
+        accepted, sampled = self.judge.agree(num_sampled - 1, sampled)  # as a rank that walks has it
+        return processed, self._as_wide_as_k(sampled), accepted + 1
