@@ -200,8 +200,8 @@ def _check_sendable(said: Mapping[str, Any]) -> None:
             _encode(value)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ConfigError(
-                f"'{KEY}.{_shown(key)}' is {repr(value)[:60]}, which cannot be sent to the engine: {str(error)[:100]}. Expected whole "
-                "characters, and integers of 64 bits."
+                f"'{KEY}.{_shown(key)}' is {repr(value)[:60]}, which cannot be sent to the engine: {str(error)[:100]}. "
+                "Expected whole characters, and integers of 64 bits."
             ) from error
 
 

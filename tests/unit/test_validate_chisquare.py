@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import binom, chisquare
+from scipy.stats import binom, chisquare, ncx2
 
 from vllm_specplugin.validate.chisquare import LEAST_EXPECTED, Cell, chi_square
 
@@ -145,3 +145,34 @@ def test_no_bias_can_move_more_than_there_is() -> None:
     cells = [cell([0.98, 0.02], [980, 20])]
     assert chi_square(cells, 0.01, 0.5).power == pytest.approx(chi_square(cells, 0.01, 0.02).power)
     assert chi_square(cells, 0.01, 0.5).power > chi_square(cells, 0.01, 0.01).power
+
+
+# -- rounding ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_granted_to_rounding() -> None:
+    cells = [cell([0.5, 0.3, 0.2], [60, 25, 15]), cell([0.25] * 4, [500, 500, 500, 500]), cell([1.0, 0.0], [100, 0])]
+    granted = chi_square(cells, 0.01, 0.05, spread=0.1)
+    assert granted.noncentrality == pytest.approx(2 * 0.1**2 * (100 * (1 - 0.38) + 2000 * 0.75))
+    plain = chi_square(cells, 0.01, 0.05)
+    assert (plain.noncentrality, plain.statistic) == (0, granted.statistic)
+    assert granted.p_value == pytest.approx(ncx2.sf(plain.statistic, plain.degrees, granted.noncentrality))
+    assert granted.p_value > plain.p_value
+    assert granted.power < plain.power
+    assert granted.detectable is not None
+    assert plain.detectable is not None
+    assert granted.detectable > plain.detectable
+    assert chi_square(cells, 0.01, granted.detectable, spread=0.1).power == pytest.approx(0.95, abs=1e-3)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 1e-5])
+def test_rounding_of_float32_changes_nothing(spread: float) -> None:
+    cells = sampled(np.random.default_rng(3), n=5000, cells=10)
+    assert chi_square(cells, 0.01, 0.05, spread=spread) == chi_square(cells, 0.01, 0.05)
+
+
+def test_a_cell_of_which_nothing_is_known_holds_impossible_tokens_only() -> None:
+    known = cell([0.5, 0.5], [40, 60])
+    result = chi_square([known, cell([0.0, 0.0], [0, 3])], 0.01, 0.05)
+    assert (result.cells, result.p_value) == (1, chi_square([known], 0.01, 0.05).p_value)
+    assert [(item.token, item.observed) for item in result.impossible] == [(1, 3)]

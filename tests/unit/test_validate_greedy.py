@@ -33,6 +33,13 @@ def test_equal_outputs() -> None:
     assert greedy.compared == 4
 
 
+def test_the_spread_is_the_root_mean_square() -> None:
+    greedy = compare([("a", output(clear(1), clear(2)), output(clear(1, moved=0.03), clear(2, moved=-0.01)))])
+    assert greedy.noise == pytest.approx(0.03)
+    assert greedy.spread == pytest.approx(((2 * 0.03**2 + 2 * 0.01**2) / 4) ** 0.5)
+    assert compare([]).spread == 0
+
+
 def test_a_margin_within_twice_the_noise_is_a_tie() -> None:
     plain, tested = output(clear(1), near(5, 6, 0.0199)), output(clear(1, moved=0.01), near(6, 5, 0.3))
     mismatch = only(compare([("a", plain, tested)]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,13 @@ from typer.testing import CliRunner
 
 from vllm_specplugin.cli.main import app
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.registry import VERIFIERS
+from vllm_specplugin.validate import identity
+from vllm_specplugin.validate.identity import code_of, hash_of, weights_of
 from vllm_specplugin.validate.plan import make_plan
 from vllm_specplugin.validate.prompts import TEXTS, generated, load_prompts, name_of
 from vllm_specplugin.validate.sampling import Sampling
+from vllm_specplugin.validate.state import State, open_state
 
 NGRAM = {"proposer": "ngram"}
 
@@ -113,6 +119,102 @@ def test_the_fingerprint_knows_what_changes_samples(model: str, monkeypatch: pyt
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     seen.add(make_plan(model, NGRAM).fingerprint())
     assert len(seen) == len(changes) + 3
+
+
+def weights(folder: Path, content: bytes) -> str:
+    """A model folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(content)
+    return str(folder)
+
+
+def test_the_fingerprint_knows_the_weights(tmp_path: Path) -> None:
+    target, draft = weights(tmp_path / "target", b"one"), weights(tmp_path / "draft", b"one")
+    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": 2}
+
+    def now() -> str:
+        return make_plan(target, config).fingerprint()
+
+    seen = {now(), now()}
+    assert len(seen) == 1
+    (tmp_path / "target" / "README.md").write_text("no weights")
+    assert now() in seen
+    weights(tmp_path / "target", b"longer")
+    seen.add(now())
+    weights(tmp_path / "draft", b"longer")
+    seen.add(now())
+    os.utime(tmp_path / "draft" / "model.safetensors", ns=(1, 1))  # as long as before, but written at another time
+    seen.add(now())
+    (tmp_path / "target" / "config.json").write_text('{"rope_theta": 1}')
+    seen.add(now())
+    assert len(seen) == 5
+    heads = tmp_path / "heads.pt"  # a single file
+    heads.write_bytes(b"one")
+    first = weights_of(str(heads))
+    heads.write_bytes(b"longer")
+    assert weights_of(str(heads)) not in (None, first)
+    assert weights_of("some-one/on-the-hub") is None
+
+
+def test_the_fingerprint_knows_the_environment(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_plan(model, NGRAM).fingerprint()
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_CACHE_ROOT", "VLLM_SPECPLUGIN_CACHE", "HOME_OF_VLLM"):
+        monkeypatch.setenv(name, "x")
+    assert make_plan(model, NGRAM).fingerprint() == base
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    off = make_plan(model, NGRAM).fingerprint()
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    assert len({base, off, make_plan(model, NGRAM).fingerprint()}) == 3
+
+
+VERIFIER = """
+from vllm_specplugin.scorers.one_hot import OneHotVerifier
+
+class Edited(OneHotVerifier):
+    pass
+"""
+
+
+def test_the_fingerprint_knows_the_code(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of somebody else's, whose version stays the same while its verifier is edited."""
+    installed = tmp_path / "installed"
+    about = installed / "edited_verifier-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: edited-verifier\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[vllm_specplugin.verifiers]\nedited = edited_verifier:Edited\n")
+    (installed / "edited_verifier.py").write_text(VERIFIER)
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.delitem(sys.modules, "edited_verifier", raising=False)
+    config = NGRAM | {"verifier": "edited"}
+    assert code_of(config)["verifier edited"][:2] == ["edited-verifier", "1.0"]
+    out = tmp_path / "state.json"
+    State(fingerprint=make_plan(model, config).fingerprint()).write(out)
+    open_state(out, make_plan(model, config).fingerprint(), fresh=False)
+    (installed / "edited_verifier.py").write_text(VERIFIER + "# edited\n")
+    with pytest.raises(SpecPluginError, match="other settings, weights or code"):
+        open_state(out, make_plan(model, config).fingerprint(), fresh=False)
+    edited = make_plan(model, config).fingerprint()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: edited-verifier\nVersion: 1.1\n")
+    assert make_plan(model, config).fingerprint() != edited
+
+
+def test_the_code_of_parts_and_of_what_they_extend_counts() -> None:
+    assert {"proposer hybrid", "proposer predicted", "proposer suffix"} <= set(code_of({"proposer": "hybrid"}))
+    own = code_of({"method": "ngram", "num_speculative_tokens": 2})
+    assert not any(name.startswith(("proposer", "verifier")) for name in own)
+    sources = {path.name for path in identity._sources(VERIFIERS.resolve("one_hot"))}
+    assert {"one_hot.py", "base.py"} <= sources
+
+
+def test_an_edited_file_changes_the_hash(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("1")
+    files = list(tmp_path.iterdir())
+    base = hash_of(files)
+    assert hash_of(reversed(files)) == base
+    (tmp_path / "b.py").write_text("2")
+    assert hash_of(files) != base
 
 
 def test_every_engine_start_has_a_seed_of_its_own(model: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -239,6 +240,15 @@ def test_figures_of_the_rows(biased: Report) -> None:
     assert found["Sampling (martingale)"].figure.endswith(f"of 1,111 allowed; {biased.martingale.tokens:,} tokens")
     length = biased.martingale.acceptance_length
     assert found["Acceptance length"].figure.startswith(f"{length:.2f} tokens per target pass; accepted up to position")
+
+
+def test_what_is_granted_to_rounding_is_said(lossless: Report) -> None:
+    said = "ounding between the engines is granted a noncentrality of 12"
+    assert lossless.chi_square is not None
+    assert said not in render(lossless)
+    rounded = lossless.model_copy(update={"chi_square": replace(lossless.chi_square, noncentrality=12.3)})
+    assert render(rounded).count(said) == 2  # in the table and below it
+    assert said in " ".join(printed(rounded, width=400).split())
 
 
 def test_what_was_not_made_is_not_tested() -> None:

@@ -13,10 +13,12 @@ import pytest
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.validate import run as running
 from vllm_specplugin.validate.first_tokens import LEAST_SAMPLES, beginnings, cells, likeliest_after
+from vllm_specplugin.validate.outcome import NOTHING_LEFT
 from vllm_specplugin.validate.plan import Plan, make_plan
 from vllm_specplugin.validate.records import Kind, Tokens
 from vllm_specplugin.validate.report import Report
 from vllm_specplugin.validate.run import FIRST_TOKENS, round_of, run
+from vllm_specplugin.validate.sampling import Sampling
 from vllm_specplugin.validate.verdict import Verdict
 from vllm_specplugin.validate.wire import pack_tokens
 
@@ -65,8 +67,9 @@ class FakeEngine:
         return {"texts": [f"<{token}>" for token in token_ids]}
 
     def do_distributions(self, prefixes: Sequence[Any], file: str) -> dict[str, Any]:
-        np.save(file, np.tile(P.astype(np.float32), (len(prefixes), 1)))
-        return {"uncertain": [1] if len(prefixes[0][1]) == 1 else []}
+        with np.errstate(divide="ignore"):
+            np.save(file, np.tile(np.log(P).astype(np.float32), (len(prefixes), 1)))
+        return {}
 
     def do_sample(self, requests: list[list[int]], file: str) -> dict[str, Any]:
         FakeEngine.samples += 1
@@ -172,10 +175,53 @@ def test_places_of_the_chi_square_come_from_plain_decoding(engine: type[FakeEngi
     pairs = sorted(((P[a] * P[b], (a, b)) for a in range(VOCAB) for b in range(VOCAB)), reverse=True)[:16]
     found = [output for prompt, output in places if prompt == 0 and len(output) == 2]
     assert sum(P[a] * P[b] for a, b in found) == pytest.approx(sum(weight for weight, _ in pairs))
-    assert plain["uncertain"] == [places.index((0, (1,)))]
     assert np.load(tmp_path / "state" / running.DISTRIBUTIONS).shape == (len(places), VOCAB)
     assert report.chi_square is not None
-    assert not any(b.label == "prompt 1, 1" for b in report.chi_square.bins)
+    assert any(b.label == "prompt 1, 1" for b in report.chi_square.bins)
+
+
+def test_continuations_are_those_that_the_parameters_allow(engine: type[FakeEngine], tmp_path: Path) -> None:
+    run(plan(4_000, sampling_params={"top_k": 2}), tmp_path, progress=False)
+    plain = json.loads((tmp_path / "state" / running.STATE).read_text())["plain"]
+    assert [output for prompt, output in plain["prefixes"] if prompt == 0] == [[], [0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]
+
+
+def test_samples_of_tokens_that_rounding_may_let_in_are_left_out(engine: type[FakeEngine], tmp_path: Path) -> None:
+    """The engine ignores the parameters: tokens far below the cut show that, those at it (0.3 / 0.4 is 0.75) do not."""
+    cut = run(plan(4_000, sampling_params={"min_p": 0.75}), tmp_path / "cut", progress=False)
+    assert cut.chi_square is not None
+    assert {item.token for item in cut.chi_square.impossible} == {2, 3, 4}
+    (line,) = (line for line in cut.not_tested if "of the chi-square" in line)
+    number = int(line.split()[0].replace(",", ""))
+    # Of token 1 against those of token 0; the impossible ones make no bin.
+    assert number / (number + cut.chi_square.samples) == pytest.approx(0.3 / 0.7, abs=0.1)
+    beyond = run(plan(4_000, sampling_params={"min_p": 0.7}), tmp_path / "beyond", progress=False)
+    assert not any("of the chi-square" in line for line in beyond.not_tested)
+    assert beyond.chi_square is not None
+    assert {item.token for item in beyond.chi_square.impossible} == {2, 3, 4}
+
+
+def test_where_nothing_is_left_to_measure_it_is_said(engine: type[FakeEngine], tmp_path: Path) -> None:
+    first = run(plan(4_000), tmp_path, progress=False)
+    again = run(plan(4_000), tmp_path, progress=False)
+    assert len(FakeEngine.made) == 2
+    assert NOTHING_LEFT not in first.not_tested
+    assert again.not_tested == [NOTHING_LEFT, *first.not_tested]
+    assert NOTHING_LEFT not in run(plan(8_000), tmp_path, progress=False).not_tested
+    assert NOTHING_LEFT not in run(plan(4_000), tmp_path, fresh=True, progress=False).not_tested
+
+
+def test_other_weights_are_not_mixed_in(engine: type[FakeEngine], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    asked = make_plan(str(model), {"proposer": "ngram"}, tokens=4_000)
+    run(asked, tmp_path / "out", progress=False)
+    assert NOTHING_LEFT in run(asked, tmp_path / "out", progress=False).not_tested  # the same weights go on
+    (model / "model.safetensors").write_bytes(b"trained")
+    with pytest.raises(SpecPluginError, match=r"other settings, weights or code.*--fresh"):
+        run(asked, tmp_path / "out", progress=False)
 
 
 def test_a_biased_engine_is_stopped_when_it_is_found(engine: type[FakeEngine], tmp_path: Path) -> None:
@@ -352,14 +398,30 @@ def test_places_of_the_chi_square_are_the_likeliest() -> None:
 
 def test_cells_hold_the_samples_after_their_prefix_alone() -> None:
     prefixes = [(0, ()), (0, (1,)), (0, (1, 2)), (1, ()), (1, (0,))]
-    probabilities = np.tile(np.array([0.25, 0.25, 0.5], np.float32), (5, 1))
+    values = np.log(np.tile(np.array([0.25, 0.25, 0.5], np.float32), (5, 1)))
     counts = [[0, 1, 2, 0, 30], [0, 1, 2, 1, 10], [0, 1, 0, 0, 5], [0, 2, 1, 1, 7], [1, 0, 1, 1, 26], [1, 0, 2, 2, 3]]
-    found = {cell.label: cell.observed.tolist() for cell in cells(prefixes, probabilities, [3], counts)}
-    assert found == {
+    made, left_out = cells(prefixes, values, Sampling(), 0.0, counts)
+    assert left_out == 0
+    assert {cell.label: cell.observed.tolist() for cell in made} == {
         "prompt 1": [0, 45, 7],
         "prompt 1, 1": [5, 0, 40],
         "prompt 1, 1, 2": [30, 10, 0],
+        "prompt 2": [29, 0, 0],
         "prompt 2, 0": [0, 26, 3],
     }
+    np.testing.assert_allclose([cell.probabilities for cell in made], np.tile([0.25, 0.25, 0.5], (5, 1)), rtol=1e-6)
     rare = [[0, 1, 2, 0, LEAST_SAMPLES - 1]]
-    assert cells(prefixes, probabilities, [], rare) == []
+    assert cells(prefixes, values, Sampling(), 0.0, rare) == ([], 0)
+
+
+def test_cells_are_about_tokens_that_are_allowed_in_any_case() -> None:
+    values = np.log(np.array([[0.4, 0.3, 0.15, 0.1, 0.05]]))
+    counts = [[0, 0, 50], [0, 1, 30], [0, 2, 12], [0, 4, 3]]
+    (cell,), left_out = cells([(0, ())], values, Sampling(top_k=3), 0.0, counts)
+    np.testing.assert_allclose(cell.probabilities, np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85)
+    assert (cell.observed.tolist(), left_out) == ([50, 30, 12, 0, 3], 0)
+    (cell,), left_out = cells([(0, ())], values, Sampling(top_k=3), 0.5, counts)  # 0.15 and 0.1 are 0.41 nats apart
+    np.testing.assert_allclose(cell.probabilities, np.array([0.4, 0.3, 0, 0, 0]) / 0.7)
+    assert (cell.observed.tolist(), left_out) == ([50, 30, 0, 0, 3], 12)
+    (cell,), left_out = cells([(0, ())], values, Sampling(top_k=1), 0.5, counts)  # no token is certain
+    assert (cell.probabilities.any(), cell.observed.tolist(), left_out) == (False, [0, 0, 12, 0, 3], 80)

@@ -11,20 +11,12 @@ from typing import Literal
 
 import torch
 
+from vllm_specplugin.validate.membership import MIN_P_ROUNDING, TIE_ROUNDING, TOP_P_ROUNDING
 from vllm_specplugin.validate.sampling import Sampling
 
 Ties = Literal["keep", "cut", "skip"]
 """What the engine does with tokens as likely as the k-th: PyTorch's path keeps them all, the Triton kernel keeps exactly k.
 `skip` is for engines that use more than one path: places where it matters are not tested."""
-
-TOP_P_ROUNDING = 2e-6
-"""Engines add up 10^5 float32 probabilities in their own order; a sum this near to top_p may fall on either side."""
-
-MIN_P_ROUNDING = 1e-5
-"""Likewise for a token's logit and its min-p threshold, in nats."""
-
-TIE_ROUNDING = 1e-6
-"""Relative: logits nearer to each other than this may be in either order, or equal, once penalties have been applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +47,29 @@ def distribution(
         output_counts: `[rows, vocab]`, how often each token stands in the output before the row; wanted for any penalty.
         ties: the engine's rule at the k-th token.
     """
+    values = scaled(logits, sampling, prompt_mask, output_counts)
+    clear = torch.ones(len(values), dtype=torch.bool, device=values.device)
+    if sampling.min_p > 0:
+        threshold = values.amax(dim=-1, keepdim=True) + torch.log(torch.tensor(sampling.min_p, device=values.device))
+        clear &= ~((values - threshold).abs() < MIN_P_ROUNDING).any(dim=-1)
+        values.masked_fill_(values < threshold, -torch.inf)
+    tied = None
+    if sampling.truncated:
+        values, certain, tied = _truncate(values, sampling, ties)
+        clear &= certain
+    return Distribution(values.softmax(dim=-1), clear, tied)
+
+
+def scaled(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    prompt_mask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`[rows, vocab]` float32: all of `sampling` but min-p, top-k and top-p applied; arguments as of `distribution`.
+
+    Which tokens those three leave depends on rounding, so it is decided later where the rounding is known.
+    """
     values = logits.float().clone()
     if sampling.allowed_token_ids is not None:
         allowed = torch.zeros_like(values, dtype=torch.bool)
@@ -66,16 +81,7 @@ def distribution(
         assert output_counts is not None
         _penalise(values, sampling, prompt_mask, output_counts)
     values /= sampling.temperature
-    clear = torch.ones(len(values), dtype=torch.bool, device=values.device)
-    if sampling.min_p > 0:
-        threshold = values.amax(dim=-1, keepdim=True) + torch.log(torch.tensor(sampling.min_p, device=values.device))
-        clear &= ~((values - threshold).abs() < MIN_P_ROUNDING).any(dim=-1)
-        values.masked_fill_(values < threshold, -torch.inf)
-    tied = None
-    if sampling.truncated:
-        values, certain, tied = _truncate(values, sampling, ties)
-        clear &= certain
-    return Distribution(values.softmax(dim=-1), clear, tied)
+    return values
 
 
 def _penalise(values: torch.Tensor, sampling: Sampling, prompt_mask: torch.Tensor | None, counts: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_specplugin.engine_process import serve_engine
 from vllm_specplugin.errors import SpecPluginError
-from vllm_specplugin.validate.distribution import Ties, distribution
+from vllm_specplugin.validate.distribution import Ties, scaled
 from vllm_specplugin.validate.prompts import TEXTS, generated
 from vllm_specplugin.validate.sampling import Sampling
 from vllm_specplugin.validate.wire import unpack
@@ -165,10 +165,7 @@ class Engine:
         return {"unclear": unclear, "first": [[*beginning, count] for beginning, count in sorted(first.items())]}
 
     def distributions(self, prefixes: Sequence[tuple[int, Sequence[int]]], file: str) -> dict[str, Any]:
-        """What follows each prefix (prompt's index, output so far), sampling parameters applied: `[prefixes, vocab]` to `file`.
-
-        Answers with which rows rounding leaves uncertain.
-        """
+        """What follows each prefix (prompt's index, output so far): its logits, `scaled`, `[prefixes, vocab]` to `file`."""
         import numpy as np
         import torch
 
@@ -182,10 +179,8 @@ class Engine:
             seen[row, self.prompts[prompt]] = True
             for token in output:
                 said[row, token] += 1
-        found = distribution(logits, self.sampling, seen, said, self.ties)
-        np.save(file, found.probabilities.numpy())
-        uncertain = ~found.clear if found.tied is None else ~found.clear | found.tied.any(dim=-1)
-        return {"uncertain": uncertain.nonzero()[:, 0].tolist()}
+        np.save(file, scaled(logits, self.sampling, seen, said).numpy())
+        return {}
 
     def texts(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """The text of each token, itself where there is no tokenizer."""

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_specplugin.validate.chisquare import Cell
+from vllm_specplugin.validate.membership import membership, softmax_over
+from vllm_specplugin.validate.sampling import Sampling
 
 PROMPTS = 4
 """Of all prompts, the first so many; few, so that each is sampled often."""
@@ -49,28 +51,48 @@ def likeliest_after(
     return chosen, np.array(weights, dtype=np.float32)
 
 
+def probabilities_at(values: NDArray[np.floating], sampling: Sampling) -> NDArray[np.float32]:
+    """`[places, vocab]`: what plain decoding draws from, given its logits of the same shape (see `membership`)."""
+    rows = [softmax_over(row, membership(row, sampling, slack=0).possible) for row in values]
+    return np.array(rows, dtype=np.float32)
+
+
 def cells(
-    prefixes: Sequence[Prefix], probabilities: NDArray[np.float32], uncertain: Sequence[int], counts: Sequence[Sequence[int]]
-) -> list[Cell]:
-    """The samples at each place, with what is expected there.
+    prefixes: Sequence[Prefix],
+    values: NDArray[np.floating],
+    sampling: Sampling,
+    slack: float,
+    counts: Sequence[Sequence[int]],
+) -> tuple[list[Cell], int]:
+    """The samples at each place with what is expected there, and how many samples were left out.
+
+    A cell is about the tokens that are allowed however rounding moved the logits: their probabilities among each other. Samples
+    of tokens that rounding may have let in are left out. Samples of tokens that it could not let in stay, with probability 0.
 
     Args:
         prefixes: all places.
-        probabilities: `[prefixes, vocab]`.
-        uncertain: places whose distribution rounding decides; left out.
+        values: `[prefixes, vocab]`, plain decoding's logits before truncation (see `membership`).
+        sampling: the parameters.
+        slack: nats by which rounding may have moved any two logits relative to each other.
         counts: `[prompt's index, token, token, token, how often]` each.
     """
-    vocab = probabilities.shape[1]
+    vocab = values.shape[1]
+    by_prompt: dict[int, list[Sequence[int]]] = {}
+    for entry in counts:
+        by_prompt.setdefault(entry[0], []).append(entry)
     found = []
+    left_out = 0
     for row, (prompt, output) in enumerate(prefixes):
-        if row in uncertain:
-            continue
         depth = len(output)
-        there = [entry for entry in counts if entry[0] == prompt and tuple(entry[1 : 1 + depth]) == output]
+        there = [entry for entry in by_prompt.get(prompt, []) if tuple(entry[1 : 1 + depth]) == output]
         observed = np.bincount(
             [entry[1 + depth] for entry in there], weights=[entry[-1] for entry in there], minlength=vocab
         ).astype(np.int64)
         if observed.sum() >= LEAST_SAMPLES:
             label = f"prompt {prompt + 1}" + "".join(f", {token}" for token in output)
-            found.append(Cell(label, probabilities[row].astype(np.float64), observed))
-    return found
+            tokens = membership(values[row], sampling, slack)
+            uncertain = tokens.possible & ~tokens.inside
+            left_out += int(observed[uncertain].sum())
+            observed[uncertain] = 0
+            found.append(Cell(label, softmax_over(values[row], tokens.inside), observed))
+    return found, left_out

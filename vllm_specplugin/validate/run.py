@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from vllm_specplugin.engine_process import EngineProcess
 from vllm_specplugin.errors import SpecPluginError
-from vllm_specplugin.validate.first_tokens import PROMPTS, SECONDS, THIRDS, Prefix, beginnings, likeliest_after
+from vllm_specplugin.validate.first_tokens import PROMPTS, SECONDS, THIRDS, Prefix, beginnings, likeliest_after, probabilities_at
 from vllm_specplugin.validate.greedy import first_difference
 from vllm_specplugin.validate.html import write_html
 from vllm_specplugin.validate.outcome import make_report, martingale_of
@@ -58,14 +58,14 @@ def run(plan: Plan, out: Path, *, fresh: bool = False, progress: bool = True) ->
     except OSError as error:
         raise SpecPluginError(f"--out {out} cannot be used: {error.strerror}; choose another folder.") from error
     state = open_state(work / STATE, plan.fingerprint(), fresh)
-    interrupted = False
+    interrupted, measured = False, True
     with _bars(progress) as bars:
         try:
-            _Run(plan, work, state, bars).measure()
+            measured = _Run(plan, work, state, bars).measure()
         except KeyboardInterrupt:  # somewhere within a round: only what was written is whole
             interrupted = True
             state = open_state(work / STATE, plan.fingerprint(), fresh=not (work / STATE).exists())
-    report = make_report(plan, state, work / DISTRIBUTIONS, interrupted)
+    report = make_report(plan, state, work / DISTRIBUTIONS, interrupted=interrupted, measured=measured)
     report.write_json(out / "report.json")
     write_html(report, out / "report.html")
     return report
@@ -79,8 +79,9 @@ class _Run:
         self.martingale = martingale_of(plan, state)
         self._since = time.monotonic()
 
-    def measure(self) -> None:
-        """Do what is missing."""
+    def measure(self) -> bool:
+        """Do what is missing; whether anything was."""
+        missing = self.state.plain is None or self.state.tested is None or self._wanted() > 0
         if self.state.plain is None:
             with self._engine("plain", None) as (engine, facts):
                 self._measure_plain(engine, facts)
@@ -89,6 +90,7 @@ class _Run:
                 if self.state.tested is None:
                     self._measure_greedy(engine, facts)
                 self._sample(engine, facts)
+        return missing
 
     def _wanted(self) -> int:
         """Tokens to go; none where the engine is found biased."""
@@ -126,20 +128,19 @@ class _Run:
         greedy = engine.call("greedy", max_tokens=GREEDY_TOKENS)["outputs"]
         self.bars.advance(task)
         prefixes: list[Prefix] = []
-        found, uncertain = [], []
+        found = []
         level = beginnings(len(facts["prompts"]))
         weights = np.ones(len(level), dtype=np.float32)
         for most in (SECONDS, THIRDS, 0):
-            answer = engine.call("distributions", prefixes=level, file=str(self.work / LEVEL))
-            probabilities = np.load(self.work / LEVEL)  # [places of this level, vocab]
-            uncertain += [len(prefixes) + row for row in answer["uncertain"]]
+            engine.call("distributions", prefixes=level, file=str(self.work / LEVEL))
+            values = np.load(self.work / LEVEL)  # [places of this level, vocab]
             prefixes += level
-            found.append(probabilities)
-            level, weights = likeliest_after(level, probabilities * weights[:, None], most)
+            found.append(values)
+            level, weights = likeliest_after(level, probabilities_at(values, self.plan.sampling) * weights[:, None], most)
             self.bars.advance(task)
         (self.work / LEVEL).unlink()
         np.save(self.work / DISTRIBUTIONS, np.concatenate(found))
-        self.state.plain = Plain(greedy=greedy, prefixes=prefixes, uncertain=uncertain)
+        self.state.plain = Plain(greedy=greedy, prefixes=prefixes)
         self._save()
 
     def _measure_greedy(self, engine: EngineProcess, facts: dict[str, Any]) -> None:

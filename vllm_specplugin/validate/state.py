@@ -17,9 +17,7 @@ class Plain(BaseModel):
     greedy: list[dict[str, Any]]
     """Per prompt: token_ids, and logprobs (token -> log-probability) of each."""
     prefixes: list[tuple[int, tuple[int, ...]]]
-    """The places of the chi-square; their distributions lie in a file of their own."""
-    uncertain: list[int]
-    """Those that cannot be tested."""
+    """The places of the chi-square; their logits lie in a file of their own."""
 
 
 class Tested(BaseModel):
@@ -67,14 +65,14 @@ def open_state(file: Path, fingerprint: str, fresh: bool) -> State:
     """The state to go on from: the one in the file, or a new one.
 
     Raises:
-        SpecPluginError: the file holds a run with other settings, and `fresh` does not say to drop it.
+        SpecPluginError: the file holds a run with other settings, weights or code, and `fresh` does not say to drop it.
     """
     if fresh or not file.exists():
         return State(fingerprint=fingerprint)
     state = State.read(file)
     if state.fingerprint != fingerprint:
         raise SpecPluginError(
-            f"{file.parent} holds a run with other settings, whose samples cannot be mixed with these; "
+            f"{file.parent} holds a run with other settings, weights or code, whose samples cannot be mixed with these; "
             "drop it with --fresh, or choose another folder with --out."
         )
     return state

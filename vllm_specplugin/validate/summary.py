@@ -99,6 +99,8 @@ def _chi_square(test: ChiSquare | None) -> Row:
     figure += f"a total variation of {percent(test.tv)} is found with probability {probability(test.power)}"
     if test.detectable is not None:
         figure += f", one of {percent(test.detectable)} with {test.power_asked:.2f}"
+    if test.noncentrality:
+        figure += f"; rounding between the engines is granted a noncentrality of {test.noncentrality:.2g}"
     if test.impossible:
         return Row(name, figure, f"{len(test.impossible):,} tokens of probability 0", bad=True)
     biased = test.p_value < test.alpha
