@@ -62,6 +62,7 @@ def test_every_prompt_is_answered_at_every_temperature(tmp_path: Path, engines: 
     assert distill(plan(max_tokens=7, seed=3), out, progress=False) == Distilled(answers=4, tokens=6, skipped=2)
     header, *lines = [json.loads(line) for line in out.read_text().splitlines()]
     settings = {"target": "the-model", "max_tokens": 7, "temperatures": [0.0, 1.0], "seed": 3, "prompts": 3}
+    assert len(header["distilled_with"].pop("contents of --data")) == 24
     assert header == {"distilled_with": settings}
     assert lines[0] == {"kind": "chat", "temperature": 0.0, "prompt_token_ids": [1, 2, 3], "token_ids": [3]}
     assert lines[1] == {"kind": "code", "temperature": 0.0, "prompt_token_ids": [2, 1], "token_ids": [2]}
