@@ -47,8 +47,12 @@ def numbered_lines(file: Path) -> list[tuple[int, str]]:
         OSError: it cannot be read.
         UnicodeDecodeError: it is no UTF-8.
     """
-    lines = file.read_text(encoding="utf-8-sig").split("\n")
-    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    return lines_in(file.read_text(encoding="utf-8-sig"))
+
+
+def lines_in(text: str) -> list[tuple[int, str]]:
+    """The same of a text."""
+    return [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def load_prompts(file: Path) -> list[Prompt]:

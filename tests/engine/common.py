@@ -372,3 +372,16 @@ def assert_same_logprobs(
         for token, entry in here.items():
             assert entry.rank == there[token].rank, f"rank of {token} at place {place}"
             assert abs(entry.logprob - there[token].logprob) < LOGPROB_TOLERANCE, f"logprob of {token} at place {place}"
+
+
+def check_that_padding_is_refused(engines: SideBySide, params: dict[str, Any]) -> None:
+    """A request `new` of one token joins another one that drafts k tokens, all of which are right, and takes a step with it.
+
+    vLLM fills its row up with k drafts that nobody made.
+    """
+    before = Counters.read(engines.drafting.metrics())
+    engines.inside("add", "new", [9], params | script("empty"))
+    engines.inside("step_once")
+    after = Counters.read(engines.drafting.metrics()).since(before)
+    k = engines.k
+    assert (after.draft_tokens, after.accepted) == (2 * k, k), "vLLM no longer pads, or a draft of nobody was accepted"

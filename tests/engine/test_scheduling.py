@@ -10,9 +10,9 @@ from tests.engine.common import (
     GREEDY,
     PROMPTS,
     SEEDED,
-    Counters,
     SideBySide,
     assert_same,
+    check_that_padding_is_refused,
     prompt_of,
     script,
 )
@@ -103,11 +103,7 @@ def test_a_request_of_one_new_token_joins_a_batch(engines: SideBySide) -> None:
     for _ in range(3):
         engines.inside("step_once")
     engines.inside("forget_seen")
-    before = Counters.read(engines.drafting.metrics())
-    engines.inside("add", "new", [9], ALWAYS_ZERO | script("empty") | {"max_tokens": 2})
-    engines.inside("step_once")
-    after = Counters.read(engines.drafting.metrics()).since(before)
-    assert (after.draft_tokens, after.accepted) == (2 * K, K), "vLLM no longer pads, or a draft of nobody was accepted"
+    check_that_padding_is_refused(engines, ALWAYS_ZERO | {"max_tokens": 2})
     ids, tested, accepted = engines.inside("seen")["verdicts"][0]
     new = [place for place, name in enumerate(ids) if name.startswith("new")]
     assert [(tested[place], accepted[place]) for place in new] == [(0, 0)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +120,21 @@ def _run(plan: Plan, progress: bool) -> Evaluation:
 
 
 def _make(out: Path) -> None:
-    try:
+    with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-    except OSError as error:
-        raise SpecPluginError(f"--out {out} cannot be written: {error.strerror}; choose another folder.") from error
 
 
 def _write(report: Evaluation, out: Path) -> None:
-    try:
+    with _writing(out):
         report.write_json(out / "evaluation.json")
         (out / "evaluation.md").write_text(markdown(report), encoding="utf-8")
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise SpecPluginError(f"--out {out} cannot be written: {error.strerror}; choose another folder.") from error

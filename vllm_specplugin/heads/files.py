@@ -6,6 +6,7 @@ would be code to run.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import re
@@ -72,6 +73,20 @@ def weight_files(names: list[str]) -> list[str]:
         if found:
             return found
     return []
+
+
+def weights_identity(path: Path) -> str:
+    """Changes when a checkpoint's weights or configuration do: from names, sizes and times of the files, which are not read.
+
+    `path` is a folder, or one file of weights.
+    """
+    config = path / "config.json"
+    digest = hashlib.sha256(config.read_bytes() if config.is_file() else b"")
+    files = [path / name for name in weight_files([file.name for file in path.iterdir()])] if path.is_dir() else [path]
+    for file in sorted(files):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 class Tensors(Mapping[str, "torch.Tensor"]):

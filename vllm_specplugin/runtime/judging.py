@@ -148,6 +148,12 @@ class Judge:
         return packed[:, 0].to(counts.dtype), packed[:, 1:].to(token_ids.dtype)
 
 
+def valid_lengths(draft_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """`[rows]`: how many of each row's `lengths` `[rows]` drafts `[rows, k]` come before the first that is none: -1."""
+    inside = torch.arange(draft_ids.shape[1], device=draft_ids.device) < lengths[:, None]
+    return ((draft_ids >= 0) & inside).long().cumprod(dim=1).sum(dim=1)
+
+
 def _on(device: torch.device, values: list[Any]) -> torch.Tensor:
     """Numbers of the host on a device, which nobody waits for: the host runs ahead under asynchronous scheduling."""
     return async_tensor_h2d(values, device=device)
@@ -192,10 +198,7 @@ class DraftLogits:
 
     def probabilities(self, rows: Sequence[int]) -> torch.Tensor:
         """`[len(rows), k, vocab]` float32, of some of the step's rows."""
-        slots, temperature = self.slots, self.temperature
-        if list(rows) != list(range(len(slots))):
-            row = _on(slots.device, list(rows))
-            slots, temperature = slots[row], temperature[row]
+        slots, temperature = _rows_of(rows, self.slots, self.temperature)
         # The drafter draws from the same numbers, in float32, divided in the same way.
         logits = self.logits[slots, : self.k, : self.vocab].float()
         return logits.div_(temperature[:, None, None]).softmax(dim=-1)
@@ -241,7 +244,7 @@ class Drafted:
     def get(self, request_id: str) -> torch.Tensor | None:
         """`[k, vocab]` float32, what a request's drafts were drawn from; None where they were chosen deterministically."""
         kept = self._of.get(request_id)
-        return None if kept is None else _rows(kept[0], [kept[1]])[0]
+        return None if kept is None else _probabilities(kept[0], [kept[1]])[0]
 
     def drop(self, request_id: str) -> None:
         """The request ended, or its drafts are void."""
@@ -270,7 +273,7 @@ class Drafted:
             return None
         stacked: torch.Tensor | None = None
         for drawn_from, places, rows in of_step.values():
-            drawn = _rows(drawn_from, rows)[:, :k]
+            drawn = _probabilities(drawn_from, rows)[:, :k]
             if len(places) == len(kept) and drawn.shape[1] == k:
                 return drawn
             if stacked is None:
@@ -284,10 +287,14 @@ class Drafted:
         return stacked.scatter_add_(2, ids, mask)
 
 
-def _rows(drawn_from: torch.Tensor | DraftLogits, rows: list[int]) -> torch.Tensor:
+def _probabilities(drawn_from: torch.Tensor | DraftLogits, rows: Sequence[int]) -> torch.Tensor:
     """`[len(rows), k, vocab]` float32, of what a step's drafts were drawn from."""
-    if isinstance(drawn_from, DraftLogits):
-        return drawn_from.probabilities(rows)
-    if rows == list(range(len(drawn_from))):
-        return drawn_from
-    return drawn_from[_on(drawn_from.device, rows)]
+    return drawn_from.probabilities(rows) if isinstance(drawn_from, DraftLogits) else _rows_of(rows, drawn_from)[0]
+
+
+def _rows_of(rows: Sequence[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """These rows of tensors that are equally long; the tensors themselves where it is all rows in order."""
+    if list(rows) == list(range(len(tensors[0]))):
+        return tensors
+    index = _on(tensors[0].device, list(rows))
+    return tuple(tensor[index] for tensor in tensors)

@@ -25,7 +25,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, build
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_specplugin.runtime.core import Runtime
-from vllm_specplugin.runtime.judging import Judge, Judged, probabilities_at
+from vllm_specplugin.runtime.judging import Judge, Judged, probabilities_at, valid_lengths
 from vllm_specplugin.types import Verdict
 
 if TYPE_CHECKING:
@@ -146,8 +146,7 @@ class _JudgedStep:
         self.row_at = layout.row_at[judged.rows, : longest + 1]  # [judged, longest + 1]
         self.draft_ids = draft_ids[judged.rows, :longest]
         # The scheduler fills up a request that joins others with a single token: -1 is no draft, nor is what comes after it.
-        inside = torch.arange(longest, device=draft_ids.device) < layout.lengths[judged.rows, None]
-        self.lengths = ((self.draft_ids >= 0) & inside).long().cumprod(dim=1).sum(dim=1)  # [judged]
+        self.lengths = valid_lengths(self.draft_ids, layout.lengths[judged.rows])  # [judged]
         self.known = known[judged.rows]
         self.drawn_rows = drawn_rows
         """The rows of requests that are walked and sampled."""

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_specplugin.runtime.core import Runtime
-from vllm_specplugin.runtime.judging import Judge, probabilities_at
+from vllm_specplugin.runtime.judging import Judge, probabilities_at, valid_lengths
 from vllm_specplugin.scorers.token import TokenVerifier
 from vllm_specplugin.types import Request
 
@@ -144,8 +144,7 @@ class Verification(RejectionSampler):
         if judged is not None:
             target_probs = probabilities_at(processed, row_at[judged.rows], judged.every)
             drafts = drafts[judged.rows]
-            within = position[:-1] < lengths[judged.rows, None]
-            valid = ((drafts >= 0) & within).long().cumprod(dim=1).sum(dim=1)  # [judged]
+            valid = valid_lengths(drafts, lengths[judged.rows])  # [judged]
             known = pos[first[judged.rows]].long() + 1
             verdict = self.judge.verify(judged, target_probs, drafts, valid, known)
         merged = self.judge.merge(walked, judged, verdict)

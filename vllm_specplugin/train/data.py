@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.errors import SpecPluginError
-from vllm_specplugin.prompt_files import Prompt, encode
+from vllm_specplugin.prompt_files import Prompt, encode, lines_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,7 @@ def read_examples(file: Path, tokenizer: Any, max_length: int) -> list[Example]:
     except (OSError, UnicodeDecodeError) as error:
         raise SpecPluginError(f"--data: cannot read {file}: {error}; a UTF-8 text or JSONL file is expected.") from error
     if file.suffix in (".jsonl", ".json"):
-        numbered = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        read = [_json_line(f"--data: {file}, line {number}", line, tokenizer) for number, line in numbered]
+        read = [_json_line(f"--data: {file}, line {number}", line, tokenizer) for number, line in lines_in(text)]
         examples = [example for example in read if example is not None]
     else:
         examples = [_whole(paragraph, tokenizer, str(file)) for paragraph in text.split("\n\n") if paragraph.strip()]

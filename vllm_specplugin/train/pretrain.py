@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.heads.checkpoint import tensors
 from vllm_specplugin.heads.decoder import DecoderConfig
-from vllm_specplugin.heads.files import read_json
+from vllm_specplugin.heads.files import read_json, weights_identity
 from vllm_specplugin.heads.medusa import MedusaConfig, MedusaHeads
 from vllm_specplugin.heads.mtp import MTPConfig, SequentialMTP
 from vllm_specplugin.train.batch import Subset
@@ -41,7 +41,7 @@ from vllm_specplugin.train.run import (
 )
 from vllm_specplugin.train.state import split
 from vllm_specplugin.train.states import examples_digest, token_source
-from vllm_specplugin.train.target import Setting, load_tokenizer, model_folder, most_frequent, weights_identity
+from vllm_specplugin.train.target import Setting, load_tokenizer, model_folder, most_frequent
 from vllm_specplugin.train.trunk import Trunk, load_trunk
 
 FINAL_NORM = "model.norm.weight"

@@ -87,14 +87,14 @@ def save_state(folder: Path, progress: Progress, objective: Objective, optimizer
         "parameters": {name: tensor for name, tensor in objective.named_parameters() if tensor.requires_grad},
         "optimizer": optimizer.state_dict(),
         "torch_random": torch.get_rng_state(),
-        "cuda_random": torch.cuda.get_rng_state(device) if (device := device_of(objective)).type == "cuda" else None,
+        "cuda_random": torch.cuda.get_rng_state(device) if (device := _device(objective)).type == "cuda" else None,
     }
     partial = folder / f"{RESUME}.partial"
     torch.save(state, partial)
     partial.replace(folder / RESUME)
 
 
-def device_of(objective: Objective) -> torch.device:
+def _device(objective: Objective) -> torch.device:
     """Where a run takes place."""
     return next(objective.parameters()).device
 
@@ -118,7 +118,7 @@ def load_state(folder: Path, objective: Objective, optimizer: torch.optim.Optimi
                 parameter.copy_(state["parameters"][name])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_random"])
-    if state["cuda_random"] is not None and (device := device_of(objective)).type == "cuda":
+    if state["cuda_random"] is not None and (device := _device(objective)).type == "cuda":
         torch.cuda.set_rng_state(state["cuda_random"], device)
     return Progress(**{**state["progress"], "window": Tally(**state["progress"]["window"])})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from vllm_specplugin.errors import ConfigError
-from vllm_specplugin.heads.files import locate, weight_files
+from vllm_specplugin.heads.files import locate, weights_identity
 
 OUTPUT_TOLERANCE = 0.02
 """Relative difference that rounding to bfloat16 may make between the target's own logits and those from its output matrix."""
@@ -140,15 +139,6 @@ def logit_scale(logits: torch.Tensor, plain: torch.Tensor, model: str) -> float:
             f"by {apart:.0%}: a cap or a bias); heads that share its output layer cannot be trained."
         )
     return scale if abs(scale - 1) > OUTPUT_TOLERANCE else 1.0
-
-
-def weights_identity(folder: Path) -> str:
-    """Changes when the weights or the configuration do: from names, sizes and times of the files, which are not read."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name in sorted(weight_files([path.name for path in folder.iterdir()])):
-        stat = (folder / name).stat()
-        digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def model_folder(model: str) -> Path:

