@@ -1,19 +1,21 @@
 """Does adaptive control ever make serving slower? Plain decoding, adaptive and fixed draft lengths, over load and traffic.
 
     python benchmarks/do_no_harm.py MODEL --rounds FILE [--proposer NAME] [--fixed 1,2,4,8] [--concurrency 1,2,...,64]
-                                    [--kinds KIND ...] [--seconds-per-cell N] [--max-tokens N] [--engine-args JSON]
+                                    [--kinds KIND ...] [--seconds-per-cell N] [--max-tokens N] [--per-place N]
+                                    [--engine-args JSON]
                                     [--markdown FILE] [--plots DIR]
 
-A cell is one kind of traffic at one concurrency. All engines are alive at once and answer the same requests in turns, round
-after round until the cell's time is up; a ratio is the median over its rounds. In a round another request takes the place of one
-that ends, until three times as many as run at once are done. Answers differ in length, and have the same one from all engines
-(the end of text is ignored): else plain decoding alone would go on in lockstep, and read all prompts together. The kinds are
-`bench`'s own; random text is token ids drawn from a few, gone on with at temperature 1, so that a drafter always finds
-something to copy and is mostly refused; the others are greedy. Prompts never repeat. Rounds are appended to the file as they
-come: an interrupted run goes on where it was, and `--seconds-per-cell 0` only evaluates what is there. A second plain engine
-shows how far two engines that do the same seem to differ. Small loads come first, of all kinds. Seven engines of a small model
-take 10 GB; on two cores one round of every cell takes about 40 minutes. On a CPU without instructions for bfloat16 say
-`--engine-args '{"dtype": "float32", "kv_cache_memory_bytes": 1000000000}'`; they take 20 GB then.
+A cell is one kind of traffic at one concurrency. All engines are alive at once and answer the same requests in turns (on a CPU
+of a fifth of a second), round after round until the cell's time is up; a ratio is the median over its rounds. In a round another
+request takes the place of one that ends, until `--per-place` times as many as run at once are done. Answers differ in length,
+and have the same one from all engines (the end of text is ignored): else plain decoding alone would go on in lockstep, and read
+all prompts together. The kinds are `bench`'s own; random text is token ids drawn from a few, gone on with at temperature 1, so
+that a drafter always finds something to copy and is mostly refused; the others are greedy. Prompts never repeat. Rounds are
+appended to the file as they come: an interrupted run goes on where it was, and `--seconds-per-cell 0` only evaluates what is
+there. A second plain engine shows how far two engines that do the same seem to differ. Small loads come first, of all kinds.
+Seven engines of a small model take 10 GB; on two cores one round of every cell takes about 40 minutes. On a CPU without
+instructions for bfloat16 say `--engine-args '{"dtype": "float32", "kv_cache_memory_bytes": 1000000000}'`; they take 20 GB then,
+and twice the time.
 """
 
 from __future__ import annotations
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
 
 ADAPTIVE, AGAIN = "adaptive", "plain again"
 PER_KIND = 2048
-PER_PLACE = 3
-"""Requests of a round for each that runs at once."""
 NO_HARM = 0.97
 """Adaptive over plain decoding must not be below."""
 NEAR = 0.97
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     traffic = {kind: built_in(tokenizer, [kind], PER_KIND, options.seed) for kind in {kind for kind, _ in cells}}
     longest = max(traffic.values(), key=lambda one: one.longest)
     lineup_of = candidates(options.proposer, options.fixed)
-    load = Load(tuple(options.concurrency), options.max_tokens, ignore_eos=True, uneven=True, per_place=PER_PLACE)
+    load = Load(tuple(options.concurrency), options.max_tokens, ignore_eos=True, uneven=True, per_place=options.per_place)
     logs = Path(tempfile.mkdtemp(prefix="do-no-harm-"))
     with (
         progress_bars(True) as bars,
@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What all rounds of a file must share."""
-    names = ("model", "proposer", "fixed", "max_tokens", "engine_args")
+    names = ("model", "proposer", "fixed", "max_tokens", "per_place", "engine_args")
     return {name: getattr(options, name) for name in names}
 
 
@@ -211,6 +211,13 @@ def verdict(results: Sequence[Result]) -> list[str]:
     ]
 
 
+def noise(results: Sequence[Result]) -> str:
+    """How far two engines that do the same came apart."""
+    ratios = sorted(r.again_over_plain.value for r in results)
+    off = median(abs(math.log(ratio)) for ratio in ratios)
+    return f"It came to {ratios[0]:.3f} to {ratios[-1]:.3f} of the first, in the median cell {math.expm1(off):.1%} away from it."
+
+
 def _kept(kept: bool) -> str:
     return "Kept" if kept else "**Not kept**"
 
@@ -243,6 +250,7 @@ def page(options: argparse.Namespace, results: Sequence[Result], facts: Mapping[
     others = f"; other processes took up to {facts['others_share']:.0%} of the processors" if facts["others_share"] else ""
     machine = f"vLLM {facts['vllm']}, {facts['dtype']}, {facts['device']}, {facts['cores']} cores{others}"
     command = f"python benchmarks/do_no_harm.py MODEL --proposer {options.proposer} --max-tokens {options.max_tokens}"
+    command += f" --per-place {options.per_place}"
     lines = [
         "# Do no harm: adaptive drafting over load and traffic",
         "",
@@ -250,9 +258,9 @@ def page(options: argparse.Namespace, results: Sequence[Result], facts: Mapping[
         "",
         "Plain decoding, adaptive drafting and drafting with each fixed k answer the same requests in turns; a ratio is the",
         "median over the rounds of a cell, in brackets its interval. In a round another request takes the place of one that ends",
-        "until three times as many as run at once are done. Answers are as long from every engine; prompts never repeat. The",
-        "best fixed k is picked cell by cell from the same rounds, which nobody who serves can do. *Plain again* is a second",
-        "plain engine: how far its ratio is from 1 says how far to trust the others.",
+        f"until {options.per_place} times as many as run at once are done. Answers are as long from every engine; prompts never",
+        "repeat. The best fixed k is picked cell by cell from the same rounds, which nobody who serves can do. *Plain again* is",
+        f"a second plain engine: how far its ratio is from 1 says how far to trust the others. {noise(results)}",
         "",
         *(f"- {line}" for line in verdict(results)),
         "",
@@ -311,6 +319,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seconds-per-cell", type=float, default=60.0, help="of all engines' work together")
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--per-place", type=int, default=3, help="requests of a round for each that runs at once")
     parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments of vllm.LLM")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--markdown", type=Path)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.support.engine import worker_environment
+from vllm_specplugin.bench.lineup import ENGINE
 from vllm_specplugin.bench.report import Report
 from vllm_specplugin.cli.main import app
+from vllm_specplugin.engine_process import EngineProcess
 
 MAX_TOKENS = 48
 NGRAM = {"proposer": "ngram", "control": "fixed", "options": {"min_n": 1}, "draft_budget_ms": 60_000}  # patience: others compute
@@ -61,3 +64,40 @@ def test_a_run_on_the_users_own_prompts(tiny_model: Path, tmp_path: Path, on_v1:
     assert report.environment["vllm"] == "0.32.0"
     assert not [note for note in report.notes if "KV cache" in note]
     assert page.read_text().rstrip().splitlines()[-1].strip() == report.recommendation.line
+
+
+def test_a_batch_in_slices_is_the_same_batch_and_waiting_takes_no_time(tiny_model: Path, tmp_path: Path, on_v1: None) -> None:
+    settings = {
+        "model": str(tiny_model),
+        "engine_args": {"dtype": "float32"},
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "engines": 1,
+        "speculative_config": NGRAM,
+    }
+    load = {"prompts": [[1, 2, 3, 4, 1, 2, 3]] * 6, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "at_once": 2}
+    engine = EngineProcess("sliced", ENGINE, settings, tmp_path / "log", every_core=True)
+    try:
+        assert engine.wait()["pausable"]
+        engine.call("begin", **load)
+        engine.call("go_on", seconds=None)  # compiles what is compiled on first use
+        engine.call("begin", **load)
+        whole = engine.call("go_on", seconds=None)
+        engine.call("begin", **load)
+        began, parts = time.perf_counter(), [engine.call("go_on", seconds=0.0)]
+        while parts[-1]["sample"] is None:
+            time.sleep(0.1)
+            parts.append(engine.call("go_on", seconds=0.0))
+        seconds = time.perf_counter() - began
+    finally:
+        engine.close()
+    assert len(parts) > 3 * 24 / 6, "a step each, with at most five drafts"
+    done, sliced = whole["sample"], parts[-1]["sample"]
+    for name in ("requests", "tokens", "passes", "draft_tokens", "accepted_tokens"):
+        assert sliced[name] == done[name], name
+    assert [part["tokens"] for part in parts] == sorted(part["tokens"] for part in parts)
+    assert parts[-1]["tokens"] == sliced["tokens"] == 6 * 24
+    waited = 0.1 * (len(parts) - 1)
+    assert parts[-1]["seconds"] == sliced["seconds"] <= seconds - waited
+    assert 24 * max(sliced["per_token"]) < sliced["seconds"]
+    assert all(0 < first < sliced["seconds"] for first in sliced["first_token"])

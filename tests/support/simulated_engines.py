@@ -17,9 +17,11 @@ from vllm_specplugin.errors import SpecPluginError
 Speed = Callable[[dict[str, Any] | None, int], float]
 """(configuration, requests at once) -> times plain decoding; 0 for an engine that does not start."""
 
-FACTS = {"vllm": "0", "torch": "0", "threads": 1, "device": "none", "dtype": "float32", "kv_cache_tokens": 1000}
+FACTS = {"vllm": "0", "torch": "0", "threads": 1, "device": "none", "dtype": "float32", "kv_cache_tokens": 1000, "pausable": True}
 LOADING = 10.0
 """Seconds."""
+STEP = 4
+"""Tokens."""
 
 
 class Simulation:
@@ -27,12 +29,15 @@ class Simulation:
 
     def __init__(self, speed: Speed, slowdown: Callable[[float], float] = lambda now: 1.0) -> None:
         self.speed, self.slowdown = speed, slowdown
+        self.facts: dict[str, Any] = dict(FACTS)
         self.now = 0.0
         self.alive: list[str] = []
         self.most_alive = 0
         self.started: list[str] = []
         self.batches: list[tuple[str, int, int]] = []
-        """(engine, requests, tokens per answer), in the order in which they were served."""
+        """(engine, requests, tokens per answer), in the order in which they were begun."""
+        self.slices: list[str] = []
+        """The engines, in the order in which they worked."""
         self.prompts: dict[str, list[list[int]]] = {}
         self.before_batch: Callable[[int], None] = lambda number: None
         """Called with the number of batches that were served."""
@@ -63,32 +68,46 @@ class SimulatedEngine:
         self.machine.now += LOADING
         if not self.machine.speed(self.settings["speculative_config"], 1):
             raise SpecPluginError(f"the {self.title} engine failed (start): it does not want to; log: {self.log}")
-        return FACTS
+        return self.machine.facts
 
-    def call(self, method: str, *, prompts: Sequence[list[int]], max_tokens: int | list[int], **load: Any) -> dict[str, Any]:
-        assert method == "serve"
+    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        assert method in ("begin", "go_on")
+        answer: dict[str, Any] = getattr(self, method)(**arguments)
+        return answer
+
+    def begin(self, *, prompts: Sequence[list[int]], max_tokens: int | list[int], **load: Any) -> dict[str, Any]:
         machine = self.machine
         machine.before_batch(len(machine.batches))
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         machine.batches.append((self.title, len(prompts), max(lengths)))
         machine.prompts.setdefault(self.title, []).extend(prompts)
-        at_once = load["at_once"]
-        speed = machine.speed(self.settings["speculative_config"], at_once)
+        speed = machine.speed(self.settings["speculative_config"], load["at_once"])
         if not math.isfinite(speed):
-            raise SpecPluginError(f"the {self.title} engine failed (serve): its process ended with -9; log: {self.log}")
-        tokens, passes = sum(lengths), sum(lengths) - len(prompts)
-        seconds = machine.slowdown(machine.now) * tokens / (100 * speed) / at_once
-        machine.now += seconds
-        return {
-            "requests": len(prompts),
-            "tokens": tokens,
-            "seconds": seconds,
-            "first_token": [0.1] * len(prompts),
-            "per_token": [seconds / length for length in lengths],
-            "passes": passes,
+            raise SpecPluginError(f"the {self.title} engine failed (begin): its process ended with -9; log: {self.log}")
+        self.lengths, self.rate, self.done, self.spent = lengths, 100 * speed * load["at_once"], 0.0, 0.0
+        return {}
+
+    def go_on(self, *, seconds: float | None) -> dict[str, Any]:
+        """A step emits `STEP` tokens, whoever makes it."""
+        machine, total, begun = self.machine, sum(self.lengths), self.spent
+        while self.done < total and (seconds is None or self.spent - begun < seconds):
+            step = min(STEP, total - self.done)
+            took = machine.slowdown(machine.now) * step / self.rate
+            machine.now += took
+            self.spent += took
+            self.done += step
+        machine.slices.append(self.title)
+        sample = {
+            "requests": len(self.lengths),
+            "tokens": total,
+            "seconds": self.spent,
+            "first_token": [0.1] * len(self.lengths),
+            "per_token": [self.spent / length for length in self.lengths],
+            "passes": total - len(self.lengths),
             "draft_tokens": 0,
             "accepted_tokens": 0,
         }
+        return {"tokens": int(self.done), "seconds": self.spent, "sample": sample if self.done >= total else None}
 
     def close(self) -> None:
         self.machine.alive.remove(self.title)

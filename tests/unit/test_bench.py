@@ -7,6 +7,7 @@ import math
 import os
 import random
 import statistics
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,6 +277,37 @@ def test_ratios_are_right_on_a_machine_that_slows_down_and_recovers(monkeypatch:
     assert report.recommendation.candidate == "ngram"
     assert report.recommendation.line == """--speculative-config '{"proposer": "ngram"}'"""
     assert "slower than it at 4 at once" in report.recommendation.reason
+
+
+def erratic(now: float) -> float:
+    """How slow the machine is: anew every 1.3 seconds, by up to a factor of two."""
+    return 1 + random.Random(int(now / 1.3)).random()
+
+
+@pytest.mark.parametrize("pausable", [True, False])
+def test_turns_within_a_batch_cancel_what_changes_faster_than_a_batch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pausable: bool
+) -> None:
+    machine = Simulation(speed, slowdown=erratic).install(monkeypatch)
+    machine.facts["pausable"] = pausable
+    report = run_bench(tmp_path, plan(BOTH[:1], repeat=10, load=Load((1,), 500)))  # 5 seconds of plain decoding
+    found = next(cell.speed for cell in report.cells if cell.candidate == "ngram")
+    spread = found.high / found.low
+    assert (spread < 1.1) == pausable
+    assert (abs(found.value / 1.5 - 1) < 0.02) or not pausable
+    assert (len(machine.slices) > 10 * len(machine.batches)) == pausable
+
+
+def test_engines_come_to_their_end_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = Simulation(speed).install(monkeypatch)
+    run_bench(tmp_path, plan(BOTH, repeat=1, load=Load((1,), 500)))
+    first, last = {}, {}
+    for place, name in enumerate(machine.slices):
+        first.setdefault(name, place)
+        last[name] = place
+    assert max(last.values()) - min(last.values()) <= 3
+    counts = Counter(machine.slices)
+    assert counts["plain"] / counts["ngram"] == pytest.approx(1.5, rel=0.15), "each is given the time that it needs"
 
 
 def test_everybody_answers_the_same_requests_and_takes_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from tests.support.pretend import Cost, Pretended, Traffic, controlled, copying, dense, few_cores, fields, mixture, steady
 from vllm_specplugin.control.acceptance import Acceptance
+from vllm_specplugin.control.clock import STEP_CLOCK
 from vllm_specplugin.control.controller import LEAST_REFERENCE_INTERVAL, PROBE_SHARE, TRIAL_STEPS, Controller
 from vllm_specplugin.control.costs import CostTable, TypicalSeconds
 from vllm_specplugin.control.kernels import KERNELS
@@ -423,3 +425,22 @@ def test_nothing_is_compiled_while_requests_wait() -> None:
     controlled(dense, copying, 3).run(20)
     controlled(dense, copying, 3, by_chance=True).run(20)
     assert [len(kernel.signatures) for kernel in KERNELS] == compiled == [1] * len(KERNELS)
+
+
+def test_a_pause_between_two_steps_is_no_slow_step() -> None:
+    """As where `bench` lets another engine have its turn."""
+
+    def cost(pauses: bool) -> float:
+        control = Controller("p", 2, 4)
+        for _ in range(20):
+            control.begin(["a"], np.ones(1, dtype=np.int64), np.array([0, 1]), np.zeros(1, dtype=np.int64))
+            control.end()
+            time.sleep(0.002)
+            if pauses:
+                STEP_CLOCK.leave_out(0.001)  # of the 2 ms
+        return float(control.costs.seconds(1, 0)[0])
+
+    assert cost(pauses=True) < 0.8 * cost(pauses=False)
+    before = STEP_CLOCK()
+    STEP_CLOCK.leave_out(1e3)
+    assert STEP_CLOCK() < before - 900

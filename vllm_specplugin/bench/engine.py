@@ -1,4 +1,4 @@
-"""One engine of `bench` and `tune`, in a process of its own: serves batches of requests and times them.
+"""One engine of `bench` and `tune`, in a process of its own: serves batches of requests, a slice at a time, and times them.
 
 The only file of the package that imports vLLM. The engine's core runs inside this process, as in the demo: what is timed is the
 engine and not the wires between its processes, and an idle engine leaves the machine to the others.
@@ -7,12 +7,16 @@ engine and not the wires between its processes, and an idle engine leaves the ma
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm_specplugin.control.clock import STEP_CLOCK
 from vllm_specplugin.engine_process import serve_engine, spec_counters
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
 
 GPU_SHARE = 0.9
 """Of a GPU's memory, for all engines together."""
@@ -29,6 +33,24 @@ class Timed:
     stamps: list[float] = field(default_factory=list)
     """After each step that emitted tokens."""
     tokens: int = 0
+
+
+@dataclass
+class Batch:
+    """The requests that are being served; the clock stands still between two slices."""
+
+    waiting: Iterator[tuple[Sequence[int], SamplingParams]]
+    before: Mapping[str, Any]
+    """The counters of speculation when it began."""
+    start: float
+    left_at: float
+    """When the last slice ended, by the clock that never stands still."""
+    requests: dict[str, Timed] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Emitted so far."""
+        return sum(request.tokens for request in self.requests.values())
 
 
 class Engine:
@@ -59,6 +81,7 @@ class Engine:
             arguments["speculative_config"] = settings["speculative_config"]
         self.llm = LLM(**arguments)
         self.served = 0
+        self.batch: Batch | None = None
 
     def facts(self) -> dict[str, Any]:
         """What a report says about the engine."""
@@ -75,9 +98,10 @@ class Engine:
             "dtype": str(config.dtype).removeprefix("torch."),
             "max_model_len": config.max_model_len,
             "kv_cache_tokens": (cache.num_gpu_blocks or 0) * (cache.block_size or 0),
+            "pausable": is_pausable(self.llm),
         }
 
-    def serve(
+    def begin(
         self,
         prompts: Sequence[Sequence[int]],
         max_tokens: int | Sequence[int],
@@ -85,12 +109,11 @@ class Engine:
         ignore_eos: bool,
         at_once: int | None = None,
     ) -> dict[str, Any]:
-        """Serve prompts, all of them at once, or so many at any time; what was measured: the fields of `samples.Sample`.
+        """Take prompts, all of them to be served at once, or so many at any time; `go_on` serves them.
 
         `max_tokens` is one number for all answers, or one for each.
         """
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
@@ -99,31 +122,61 @@ class Engine:
             SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=ignore_eos, output_kind=delta)
             for length in lengths
         ]
-        engine, before = self.llm.llm_engine, spec_counters(self.llm)
-        requests: dict[str, Timed] = {}
-        start = time.perf_counter()
         waiting = zip(prompts, sampling, strict=True)
+        self.batch = Batch(waiting, spec_counters(self.llm), STEP_CLOCK(), time.perf_counter())
+        self._submit(self.batch, at_once or len(prompts))
+        self.batch.left_at = time.perf_counter()
+        return {}
 
-        def begin(count: int) -> None:
-            for prompt, params in islice(waiting, count):
-                self.served += 1
-                requests[str(self.served)] = Timed(time.perf_counter() - start)
-                engine.add_request(str(self.served), TokensPrompt(prompt_token_ids=list(prompt)), params)
+    def go_on(self, seconds: float | None = None) -> dict[str, Any]:
+        """Serve what was begun: to its end, or for so many seconds, at least a step.
 
-        begin(at_once or len(prompts))
+        Returns `tokens` emitted since it began and the `seconds` that it took, and at its end the `sample`: what was measured,
+        the fields of `samples.Sample`.
+        """
+        assert self.batch is not None
+        engine, batch = self.llm.llm_engine, self.batch
+        resumed = time.perf_counter()
+        STEP_CLOCK.leave_out(resumed - batch.left_at)
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            now = time.perf_counter() - start
+            now = STEP_CLOCK() - batch.start
             for output in outputs:
-                request, emitted = requests[output.request_id], len(output.outputs[0].token_ids)  # type: ignore[union-attr]
+                request, emitted = batch.requests[output.request_id], len(output.outputs[0].token_ids)  # type: ignore[union-attr]
                 if emitted:
                     request.tokens += emitted
                     request.stamps.append(now)
-            begin(sum(output.finished for output in outputs))
-        seconds = time.perf_counter() - start
+            self._submit(batch, sum(output.finished for output in outputs))
+            if seconds is not None and time.perf_counter() - resumed >= seconds:
+                break
+        spent = STEP_CLOCK() - batch.start
+        sample = None if engine.has_unfinished_requests() else self._sample(batch, spent)
+        batch.left_at = time.perf_counter()
+        return {"tokens": batch.tokens, "seconds": spent, "sample": sample}
+
+    def _submit(self, batch: Batch, count: int) -> None:
+        """Hand so many of the waiting requests to the engine."""
+        from vllm.inputs import TokensPrompt
+
+        for prompt, params in islice(batch.waiting, count):
+            self.served += 1
+            name = str(self.served)
+            batch.requests[name] = Timed(STEP_CLOCK() - batch.start)
+            self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(prompt)), params)
+
+    def _sample(self, batch: Batch, seconds: float) -> dict[str, Any]:
         after = spec_counters(self.llm)
-        drafted = {name: after.get(name, 0) - before.get(name, 0) for name in ("draft_tokens", "accepted_tokens")}
-        return {**measured(list(requests.values())), "seconds": seconds, **drafted}
+        drafted = {name: after.get(name, 0) - batch.before.get(name, 0) for name in ("draft_tokens", "accepted_tokens")}
+        return {**measured(list(batch.requests.values())), "seconds": seconds, **drafted}
+
+
+def is_pausable(llm: LLM) -> bool:
+    """Whether everything is computed by who asks for a step, so that nothing goes on between two steps."""
+    from vllm.platforms import current_platform
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # none where it is in a process of its own
+    return current_platform.is_cpu() and isinstance(getattr(core, "model_executor", None), UniProcExecutor)
 
 
 def measured(requests: Sequence[Timed]) -> dict[str, Any]:

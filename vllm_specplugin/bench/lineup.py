@@ -1,13 +1,14 @@
 """Several engines, alive at the same time, that answer the same requests in turns.
 
-Each is alone on the machine while it works, in turns that are short: as many requests as may run at once. A machine that slows
-down for a while (a neighbour, a hot processor) then slows all of them, and the ratios stay fair. No turn ends within a request:
-to an engine that times its passes in order to choose draft lengths, a pause would look like a slow pass.
+Each is alone on the machine while it works, in turns that are short: on a CPU a fifth of a second, after which whoever has come
+the least far goes on. A machine that slows down for a while (a neighbour, a hot processor) then slows all of them, and the ratios
+stay fair. An engine's clock stands still while it waits, the one that it times its passes by in order to choose draft lengths,
+too. Where passes go on by themselves, on a GPU or in other processes, a turn lasts until its requests are done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,8 @@ ENGINE = "vllm_specplugin.bench.engine"
 SLACK = 32
 """Room in the context beyond the longest request, for drafts past its end."""
 WARM_UP_TOKENS = 8
+SLICE_SECONDS = 0.2
+"""Of a turn, or one step where that takes longer. A shared machine drifts within seconds; a switch costs less than 1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class Lineup:
     engines: dict[str, EngineProcess] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Of the engine that answered first; all are of one installation."""
+    slice_seconds: float | None = SLICE_SECONDS
+    """None where an engine cannot be halted between two steps: every turn then lasts until its requests are done."""
     failed: list[LeftOut] = field(default_factory=list)
     _started: int = 0
     _turn: int = 0
@@ -119,6 +124,8 @@ class Lineup:
             self._lose(name, error)
         else:
             self.facts = self.facts or facts
+            if not facts["pausable"]:
+                self.slice_seconds = None
 
     def _lose(self, name: str, error: SpecPluginError) -> None:
         """Note why an engine failed, and keep its log, which the reason names."""
@@ -148,23 +155,44 @@ class Lineup:
             self._turn += 1
             first = self._turn % max(len(names), 1)
             order = [*names[first:], *names[:first]]
-            for name in order if self._turn % 2 else reversed(order):  # nobody is always the first, nor after the same one
-                sample = self._serve(name, turn, concurrency, load) if name in self.engines else None
-                found[name] += [] if sample is None else [sample]
+            # Nobody is always the first, nor after the same one.
+            for name, sample in self._serve(order if self._turn % 2 else order[::-1], turn, concurrency, load):
+                found[name].append(sample)
                 self.bars.advance(task)
         self.bars.remove_task(task)
         return {name: total(samples) for name, samples in found.items() if name in self.engines}
 
-    def _serve(self, name: str, prompts: Sequence[Sequence[int]], at_once: int, load: Load) -> Sample | None:
-        """One engine's turn; None where it failed."""
+    def _serve(
+        self, names: Sequence[str], prompts: Sequence[Sequence[int]], at_once: int, load: Load
+    ) -> Iterator[tuple[str, Sample]]:
+        """Let the engines answer the same requests; each that did not fail, as it is done."""
         how = {
             "max_tokens": load.lengths(len(prompts)),
             "temperature": load.temperature,
             "ignore_eos": load.ignore_eos,
             "at_once": at_once,
         }
+        running: dict[str, tuple[int, float]] = {}
+        """Tokens and seconds so far."""
+        for name in names:
+            if self._call(name, "begin", prompts=prompts, **how) is not None:
+                running[name] = (0, 0.0)
+        while running:
+            name = min(running, key=running.__getitem__)
+            answer = self._call(name, "go_on", seconds=self.slice_seconds)
+            if answer is not None and answer["sample"] is None:
+                running[name] = (answer["tokens"], answer["seconds"])
+                continue
+            del running[name]
+            if answer is not None:
+                yield name, Sample.load(answer["sample"])
+
+    def _call(self, name: str, method: str, **arguments: Any) -> dict[str, Any] | None:
+        """An engine's answer; None where it failed, or had before."""
+        if name not in self.engines:
+            return None
         try:
-            return Sample.load(self.engines[name].call("serve", prompts=prompts, **how))
+            return self.engines[name].call(method, **arguments)
         except SpecPluginError as error:
             self._lose(name, error)
             return None

@@ -9,7 +9,6 @@ what became of drafts (`acceptance`).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_specplugin.compiled import compile_all
 from vllm_specplugin.control.acceptance import Acceptance
+from vllm_specplugin.control.clock import STEP_CLOCK
 from vllm_specplugin.control.costs import CostTable, TypicalSeconds
 from vllm_specplugin.control.kernels import KERNELS
 from vllm_specplugin.control.policy import Choice, choose
@@ -87,7 +87,7 @@ class Controller:
         k: int,
         most_requests: int,
         stateful: Iterable[str] = (),
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = STEP_CLOCK,
     ) -> None:
         """Args:
         proposer: the configured proposer.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_specplugin.control.acceptance import PRIOR, PRIOR_TESTS
+from vllm_specplugin.control.clock import STEP_CLOCK
 from vllm_specplugin.control.controller import DWELL, MARGIN, MOST_DWELL, PROBE_SHARE, TRIAL_STEPS, ControlState
 from vllm_specplugin.control.costs import TypicalSeconds
 from vllm_specplugin.control.levels import LevelCosts
@@ -109,7 +109,7 @@ class UniformControl:
         k: int,
         most_requests: int,
         can_skip: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = STEP_CLOCK,
     ) -> None:
         """Args:
         proposer: the configured proposer.
