@@ -3,6 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# How many processes test; each keeps up to four engines of a tiny model open, about 1 GiB each. WORKERS=0 for one, with its output.
+WORKERS ?= 2
+# A file stays in one process, which opens its engines once; the long files come first, by name.
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOURCES := vllm_specplugin tests benchmarks examples scripts setup.py
 
 .PHONY: setup demo test test-unit validate-long lint format bench check-seams heads clean
@@ -17,10 +21,10 @@ demo: setup
 	$(BIN)/vllm-specplugin demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-unit: setup
-	$(BIN)/python -m pytest tests/unit tests/contract $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/contract $(PARALLEL) $(ARGS)
 
 validate-long: setup
 	SPECPLUGIN_LONG=1 $(BIN)/python -m pytest tests/engine/test_validate.py -k million $(ARGS)

@@ -34,7 +34,7 @@ setup(
         "demo": ["gguf>=0.17"],
         "train": ["jinja2>=3.1", "matplotlib>=3.8", "safetensors>=0.4", "transformers>=4.50"],
         "validate": ["jinja2>=3.1", "matplotlib>=3.8", "scipy>=1.11"],
-        "test": ["hypothesis>=6.100", "openai>=1.40", "pytest>=8", "pytest-timeout>=2.3", "scipy>=1.11"],
+        "test": ["hypothesis>=6.100", "openai>=1.40", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7", "scipy>=1.11"],
         "lint": ["mypy>=1.11", "ruff>=0.6"],
     },
     entry_points={

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine import inside
 from tests.support.engine import EngineError, EngineWorker, Result, WorkerDiedError, WorkerTimeoutError
 from tests.support.hosts import WHEEL_VARIABLE, host_tree_is_there
 from tests.support.tiny import EOS
@@ -69,6 +70,45 @@ def draws(llm: Any) -> list[tuple[list[int], list[int]]]:
             kept.append([*tokens.tolist(), *cache.flatten().tolist()])
         both.append((kept[0], kept[1]))
     return both
+
+
+def quotients(llm: Any) -> list[tuple[list[float], list[float]]]:
+    """Logits over their temperatures, by vLLM's kernel under the interpreter and by what stands in for it."""
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    generator = torch.Generator().manual_seed(0)
+    temperature = torch.tensor([0.0, 1.0, 0.5, 0.01, 2.0, 1.3])
+    both = []
+    for vocabulary in (16, 258, 9000):
+        logits = torch.randn(40, vocabulary, generator=generator)
+        logits[5, 4:] = float("-inf")
+        slots = torch.randint(0, 6, (40,), generator=generator, dtype=torch.int32)
+        pair = (logits.clone(), logits.clone())
+        gumbel.interpreted_apply_temperature(pair[0], slots, temperature)
+        gumbel.apply_temperature(pair[1], slots, temperature)
+        both.append((pair[0].flatten().tolist(), pair[1].flatten().tolist()))
+    return both
+
+
+def slot_mappings(llm: Any) -> list[tuple[list[int], list[int]]]:
+    """Where keys and values go, by vLLM's kernel under the interpreter and by what stands in for it, for a made-up batch."""
+    tables = inside.runner(llm).block_tables
+    generator = torch.Generator().manual_seed(0)
+    table = tables.block_tables[0].gpu
+    slots, width = table.shape
+    before = table.clone()
+    table.copy_(torch.randint(1, 1000, table.shape, generator=generator, dtype=torch.int32))
+    lengths = torch.tensor([1, 5, 0, 40, 2, 3])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+    requests = torch.randperm(slots, generator=generator)[:6].int()
+    requests[4] = -1
+    positions = torch.randint(0, width * int(tables.block_sizes_tensor[0]), (60,), generator=generator)
+    both = []
+    for compute in (tables.interpreted_slot_mappings, tables.compute_slot_mappings):
+        out = torch.full_like(tables.slot_mappings, 7)
+        both.append([*compute(requests, starts, positions, 56, out).flatten().tolist(), *out.flatten().tolist()])
+    table.copy_(before)
+    return [(both[0], both[1])]
 
 
 def complain(llm: Any, subject: str) -> None:
@@ -171,8 +211,10 @@ def test_interpreted_top_k_top_p_keeps_the_tokens_it_should() -> None:
         assert kept[row].nonzero().flatten().tolist() == sorted(order[:enough])
 
 
-def test_hurried_sampler_draws_what_the_kernel_draws(v2: EngineWorker) -> None:
-    for kernel, hurried in v2.call("tests.engine.test_harness:draws"):
+@pytest.mark.parametrize("what", ["draws", "quotients", "slot_mappings"])
+def test_what_is_hurried_gives_what_the_kernel_gives(v2: EngineWorker, tiny_model: Path, what: str) -> None:
+    v2.open(tiny_model)
+    for kernel, hurried in v2.call(f"tests.engine.test_harness:{what}"):
         assert hurried == kernel
         assert len(set(kernel)) > 10
 

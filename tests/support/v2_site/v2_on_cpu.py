@@ -204,6 +204,51 @@ def _hurry_the_sampler(module: Any) -> None:
         return gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature)
 
     module.gumbel_sample, module.interpreted_gumbel_sample = sample, stock
+    module.apply_temperature, module.interpreted_apply_temperature = apply_temperature, module.apply_temperature
+
+
+def apply_temperature(logits: Any, expanded_idx_mapping: Any, temperature: Any) -> None:
+    """Divide each row by its request's temperature, in place, unless that is 0: in one go instead of row by row.
+
+    logits [rows, vocab] float; expanded_idx_mapping [rows], a row's request slot; temperature [slots].
+    """
+    heat = temperature[expanded_idx_mapping.long()].float()
+    logits.div_(heat.where(heat != 0, 1.0)[:, None])
+
+
+@after_import("vllm.v1.worker.gpu.block_table")
+def _hurry_the_slot_mappings(module: Any) -> None:
+    """Speed only: a quarter of a step with many requests went into where their keys and values go, request by request."""
+    stock = module.BlockTables.compute_slot_mappings
+
+    def compute(
+        self: Any, idx_mapping: Any, query_start_loc: Any, positions: Any, num_tokens_padded: int, out: Any | None = None
+    ) -> Any:
+        if self.cp_size != 1 or not self.num_kv_cache_groups:
+            return stock(self, idx_mapping, query_start_loc, positions, num_tokens_padded, out)
+        mappings = self.slot_mappings if out is None else out
+        for group, table in enumerate(self.block_tables):
+            enabled, size = bool(self.slot_mapping_enabled[group]), int(self.block_sizes_tensor[group])
+            slots = slot_mapping(idx_mapping, query_start_loc, positions, table.gpu, size) if enabled else None
+            mappings[group].fill_(module.PAD_SLOT_ID)
+            if slots is not None:
+                mappings[group, : len(slots)] = slots.where(slots >= 0, module.PAD_SLOT_ID)
+        return mappings[:, :num_tokens_padded]
+
+    module.BlockTables.compute_slot_mappings, module.BlockTables.interpreted_slot_mappings = compute, stock
+
+
+def slot_mapping(idx_mapping: Any, query_start_loc: Any, positions: Any, block_table: Any, block_size: int) -> Any:
+    """Where the keys and values of tokens go, `[tokens]`; -1 for those of no request.
+
+    idx_mapping [requests], slots, -1 for no request; query_start_loc [requests + 1]; positions [tokens or more]; block_table
+    [slots, blocks].
+    """
+    requests = len(idx_mapping)
+    slots = idx_mapping.long().repeat_interleave(query_start_loc[: requests + 1].long().diff())
+    places = positions[: len(slots)].long()
+    cells = (slots * block_table.stride(0) + places // block_size).where(slots >= 0, 0)
+    return (block_table.flatten()[cells].long() * block_size + places % block_size).where(slots >= 0, -1)
 
 
 def gumbel_sample(logits: Any, expanded_idx_mapping: Any, temperature: Any, seed: Any, pos: Any, apply_temperature: bool) -> Any:
