@@ -328,7 +328,7 @@ def main() -> None:
 
     cells = [(kind, concurrency) for kind in options.kinds for concurrency in options.concurrency]
     if any(line["settings"] != settings(options) for line in lines_of(options.rounds)):
-        parser.error(f"--rounds {options.rounds} holds rounds of another model, proposer or length; name another file")
+        parser.error(f"--rounds {options.rounds} holds rounds of another model, proposer, length or batch; name another file")
     known = read(options.rounds)
     options.spent = {cell: sum(s.seconds for samples in found for s in samples.values()) for cell, found in known.items()}
     todo = [cell for cell in cells if options.spent.get(cell, 0.0) < options.seconds_per_cell]

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -421,6 +422,15 @@ class Guard:
             self._fault(Fault.EXCEPTION, f"{verb}: {_text(error)}", error)
 
 
+_WORKERS: WeakSet[Worker] = WeakSet()
+
+
+def wait_for_late_work(seconds: float) -> None:
+    """Until no proposer of this process works on at drafts that nobody waited for; at most so long for each."""
+    for worker in list(_WORKERS):
+        worker.wait(seconds)
+
+
 class Worker:
     """A daemon thread that does one job at a time, and that nobody has to wait for."""
 
@@ -429,6 +439,7 @@ class Worker:
         self._idle = threading.Event()
         self._idle.set()
         self._began = 0.0
+        _WORKERS.add(self)
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     @property
@@ -440,6 +451,10 @@ class Worker:
     def busy_seconds(self) -> float:
         """How long ago the last job was begun."""
         return time.monotonic() - self._began
+
+    def wait(self, seconds: float) -> None:
+        """Until the last job is done, at most so long."""
+        self._idle.wait(seconds)
 
     def run(self, job: Callable[[], T], timeout: float) -> T | None:
         """The job's result, or None where it takes longer than `timeout` seconds; it then goes on by itself."""

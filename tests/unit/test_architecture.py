@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "neighbours": set(),
     "progress": set(),
     "prompt_files": {"errors"},
-    "demo": GROUND | COMMANDS,
+    "demo": GROUND | COMMANDS | {"control"},
     "train": PURE | COMMANDS | {"reference"},
     "validate": PURE | COMMANDS | {"reference"},
     "bench": PURE | COMMANDS | {"reference"},

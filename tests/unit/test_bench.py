@@ -7,6 +7,8 @@ import math
 import os
 import random
 import statistics
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 from tests.support.simulated_engines import LOADING, SimulatedEngine, Simulation
 from tests.support.tiny import BOS, EOS
 from vllm_specplugin.bench.candidates import PLAIN_DECODING, Candidate, LeftOut, candidate, defaults, name_of, named, unique
+from vllm_specplugin.bench.engine import Engine
 from vllm_specplugin.bench.lineup import Load
 from vllm_specplugin.bench.report import PLAIN_IS_FASTEST, Report, recommend
 from vllm_specplugin.bench.run import Plan, bench
@@ -308,6 +311,34 @@ def test_engines_come_to_their_end_together(monkeypatch: pytest.MonkeyPatch, tmp
     assert max(last.values()) - min(last.values()) <= 3
     counts = Counter(machine.slices)
     assert counts["plain"] / counts["ngram"] == pytest.approx(1.5, rel=0.15), "each is given the time that it needs"
+
+
+def test_no_engine_works_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose core is a process of its own begins as soon as a request is handed over, beside the others."""
+    handed: list[str] = []
+
+    def step() -> list[Any]:
+        name = handed.pop(0)
+        return [SimpleNamespace(request_id=name, finished=True, outputs=[SimpleNamespace(token_ids=[1, 2])])]
+
+    inner = SimpleNamespace(
+        add_request=lambda name, prompt, params: handed.append(name), has_unfinished_requests=lambda: bool(handed), step=step
+    )
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setitem(sys.modules, "vllm.inputs", SimpleNamespace(TokensPrompt=dict))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=1)))
+    engine = Engine.__new__(Engine)
+    engine.llm, engine.served = SimpleNamespace(llm_engine=inner, get_metrics=list), 0  # type: ignore[assignment]
+    engine.begin([[1], [2], [3]], 2, 0.0, True, at_once=2)
+    assert handed == []
+    time.sleep(0.05)
+    first = engine.go_on(seconds=0.0)
+    assert (handed, first["sample"], first["tokens"]) == (["2", "3"], None, 2)
+    time.sleep(0.05)
+    answer = engine.go_on(seconds=None)
+    assert handed == []
+    assert (answer["sample"]["requests"], answer["tokens"]) == (3, 6)
+    assert answer["seconds"] < 0.04, "neither wait counts"
 
 
 def test_everybody_answers_the_same_requests_and_takes_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

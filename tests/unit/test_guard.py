@@ -422,6 +422,25 @@ def test_rows_of_a_step_that_is_late_are_counted_once() -> None:
     assert guard.fallbacks == {Fallback.LATE: 8}
 
 
+def test_late_work_can_be_waited_for() -> None:
+    done = threading.Event()
+
+    def answer(step: Step) -> Drafts:
+        time.sleep(0.3)
+        done.set()
+        return Drafts([[7]] * step.num_rows)
+
+    guard, _ = guard_of(answer, budget_ms=20)
+    guard.propose(two_rows())
+    guard_module.wait_for_late_work(0.001)
+    assert not done.is_set()
+    guard_module.wait_for_late_work(30)
+    assert done.is_set()
+    began = time.monotonic()
+    guard_module.wait_for_late_work(30)  # nobody works
+    assert time.monotonic() - began < 5
+
+
 def test_ranks_that_draft_together_search_every_row(slowly: Any) -> None:
     """One whose clock said that time is up would leave the others waiting for it."""
     guard, calls = slowly(raises_for("h"))

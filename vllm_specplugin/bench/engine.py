@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_specplugin.control.clock import STEP_CLOCK
 from vllm_specplugin.engine_process import serve_engine, spec_counters
+from vllm_specplugin.guard import wait_for_late_work
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -23,6 +24,8 @@ GPU_SHARE = 0.9
 KV_MARGIN = 1.25
 """Times the target's own need: a drafter with layers of its own keeps keys and values too."""
 LEAST_KV = 2**27
+LONGEST_WAIT = 1.0
+"""Seconds, for drafts that come too late: who makes them pays for them, not who has the next turn."""
 
 
 @dataclass
@@ -40,10 +43,11 @@ class Batch:
     """The requests that are being served; the clock stands still between two slices."""
 
     waiting: Iterator[tuple[Sequence[int], SamplingParams]]
-    before: Mapping[str, Any]
+    at_once: int
+    before: Mapping[str, Any] = field(default_factory=dict)
     """The counters of speculation when it began."""
-    start: float
-    left_at: float
+    start: float = 0.0
+    left_at: float | None = None
     """When the last slice ended, by the clock that never stands still."""
     requests: dict[str, Timed] = field(default_factory=dict)
 
@@ -122,10 +126,8 @@ class Engine:
             SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=ignore_eos, output_kind=delta)
             for length in lengths
         ]
-        waiting = zip(prompts, sampling, strict=True)
-        self.batch = Batch(waiting, spec_counters(self.llm), STEP_CLOCK(), time.perf_counter())
-        self._submit(self.batch, at_once or len(prompts))
-        self.batch.left_at = time.perf_counter()
+        # None of them is handed over yet: a core in a process of its own would begin at once, beside the other engines.
+        self.batch = Batch(zip(prompts, sampling, strict=True), at_once or len(prompts))
         return {}
 
     def go_on(self, seconds: float | None = None) -> dict[str, Any]:
@@ -137,7 +139,11 @@ class Engine:
         assert self.batch is not None
         engine, batch = self.llm.llm_engine, self.batch
         resumed = time.perf_counter()
-        STEP_CLOCK.leave_out(resumed - batch.left_at)
+        if batch.left_at is None:
+            batch.before, batch.start = spec_counters(self.llm), STEP_CLOCK()
+            self._submit(batch, batch.at_once)
+        else:
+            STEP_CLOCK.leave_out(resumed - batch.left_at)
         while engine.has_unfinished_requests():
             outputs = engine.step()
             now = STEP_CLOCK() - batch.start
@@ -149,6 +155,8 @@ class Engine:
             self._submit(batch, sum(output.finished for output in outputs))
             if seconds is not None and time.perf_counter() - resumed >= seconds:
                 break
+        if engine.has_unfinished_requests():
+            wait_for_late_work(LONGEST_WAIT)
         spent = STEP_CLOCK() - batch.start
         sample = None if engine.has_unfinished_requests() else self._sample(batch, spent)
         batch.left_at = time.perf_counter()
@@ -171,7 +179,7 @@ class Engine:
 
 
 def is_pausable(llm: LLM) -> bool:
-    """Whether everything is computed by who asks for a step, so that nothing goes on between two steps."""
+    """Whether who asks for a step computes all of it, so that nothing goes on between two steps but a proposer's late work."""
     from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

@@ -27,7 +27,8 @@ SLACK = 32
 """Room in the context beyond the longest request, for drafts past its end."""
 WARM_UP_TOKENS = 8
 SLICE_SECONDS = 0.2
-"""Of a turn, or one step where that takes longer. A shared machine drifts within seconds; a switch costs less than 1 ms."""
+"""Of a turn, or one step where that takes longer. A shared machine drifts within seconds; and for the first 5 ms of a turn the
+threads of the engine before may still spin (KMP_BLOCKTIME), which is the same for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,16 @@ class Load:
     """They have between half and one and a half times as many, as if the model had ended them: else requests that began together
     would end together, and only where nothing drafts."""
     per_place: int = 1
-    """Requests of a turn for each that runs at once. Where one takes the place of another the load lasts; with 1 a turn ends as
+    """Requests of a batch for each that runs at once. Where one takes the place of another the load lasts; with 1 a batch ends as
     slowly as its slowest request, beside fewer and fewer others."""
 
     def requests(self, concurrency: int, kinds: int) -> int:
-        """Of a round, at one concurrency: full turns, with at least one request of every kind."""
-        turn = concurrency * self.per_place
-        return turn * -(-kinds // turn)
+        """Of a round, at one concurrency: full batches, with at least one request of every kind."""
+        batch = concurrency * self.per_place
+        return batch * -(-kinds // batch)
 
     def lengths(self, requests: int) -> int | list[int]:
-        """The most tokens of a turn's answers: one number for all of them, or `[requests]`."""
+        """The most tokens of a batch's answers: one number for all of them, or `[requests]`."""
         if not self.uneven:
             return self.max_tokens
         return [max(1, self.max_tokens // 2 + self.max_tokens * (5 * place % 8) // 7) for place in range(requests)]
@@ -82,7 +83,7 @@ class Lineup:
     """None where an engine cannot be halted between two steps: every turn then lasts until its requests are done."""
     failed: list[LeftOut] = field(default_factory=list)
     _started: int = 0
-    _turn: int = 0
+    _batches: int = 0
 
     def __enter__(self) -> Lineup:
         return self
@@ -146,17 +147,17 @@ class Lineup:
         return self._race(list(self.engines), concurrency, f"{concurrency} at once", self.load)
 
     def _race(self, names: Sequence[str], concurrency: int, what: str, load: Load) -> dict[str, Sample]:
-        count, turn_length = load.requests(concurrency, len(self.traffic.kinds)), concurrency * load.per_place
+        count, batch_length = load.requests(concurrency, len(self.traffic.kinds)), concurrency * load.per_place
         prompts = self.traffic.take(count)
-        turns = [prompts[at : at + turn_length] for at in range(0, count, turn_length)]
-        task = self.bars.add_task(what, total=len(turns) * len(names))
+        batches = [prompts[at : at + batch_length] for at in range(0, count, batch_length)]
+        task = self.bars.add_task(what, total=len(batches) * len(names))
         found: dict[str, list[Sample]] = {name: [] for name in names}
-        for turn in turns:
-            self._turn += 1
-            first = self._turn % max(len(names), 1)
+        for batch in batches:
+            self._batches += 1
+            first = self._batches % max(len(names), 1)
             order = [*names[first:], *names[:first]]
             # Nobody is always the first, nor after the same one.
-            for name, sample in self._serve(order if self._turn % 2 else order[::-1], turn, concurrency, load):
+            for name, sample in self._serve(order if self._batches % 2 else order[::-1], batch, concurrency, load):
                 found[name].append(sample)
                 self.bars.advance(task)
         self.bars.remove_task(task)

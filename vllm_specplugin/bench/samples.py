@@ -22,7 +22,7 @@ class Sample:
     tokens: int
     """Emitted."""
     seconds: float
-    """From the first request handed over to the last token, of every turn."""
+    """From the first request handed over to the last token, of every batch."""
     first_token: tuple[float, ...]
     """`[requests]`: from handing a request over to its first token."""
     per_token: tuple[float, ...]
@@ -45,7 +45,7 @@ class Sample:
 
 
 def total(samples: Sequence[Sample]) -> Sample:
-    """Several turns of one engine as one."""
+    """Several batches of one engine as one."""
     return Sample(
         requests=sum(sample.requests for sample in samples),
         tokens=sum(sample.tokens for sample in samples),

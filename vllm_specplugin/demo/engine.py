@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_specplugin.arithmetic import fast_type
+from vllm_specplugin.control.clock import STEP_CLOCK
 from vllm_specplugin.engine_process import serve_engine, spec_counters
 from vllm_specplugin.prompt_files import Prompt, encode
 
@@ -26,6 +27,7 @@ class TimedRequest:
 
     counters: dict[str, Any]  # vLLM's totals before it
     seconds: float = 0.0  # spent on it so far, pauses between slices excluded
+    left_at: float = 0.0  # when the last slice ended
     stamps: list[float] = field(default_factory=list)  # `seconds` after each step that emitted tokens
     token_ids: list[int] = field(default_factory=list)
 
@@ -94,12 +96,14 @@ class Engine:
         self.timed = TimedRequest(spec_counters(self.llm))
         start = time.perf_counter()
         self.submit(self.prompts[prompt], max_tokens=max_tokens)
-        self.timed.seconds += time.perf_counter() - start
+        self.timed.left_at = time.perf_counter()
+        self.timed.seconds += self.timed.left_at - start
         return {}
 
     def advance(self, until: int) -> dict[str, Any]:
         """Step until the timed request has `until` output tokens, or ends. Only the steps count as its time."""
         engine, timed = self.llm.llm_engine, self.timed
+        STEP_CLOCK.leave_out(time.perf_counter() - timed.left_at)  # the other engine's: control shall not take it for a slow step
         while engine.has_unfinished_requests() and len(timed.token_ids) < until:
             start = time.perf_counter()
             outputs = engine.step()
@@ -107,6 +111,7 @@ class Engine:
             for output in outputs:
                 timed.token_ids = list(output.outputs[0].token_ids)
                 timed.stamps.append(timed.seconds)
+        timed.left_at = time.perf_counter()
         return {"tokens": len(timed.token_ids), "finished": not engine.has_unfinished_requests()}
 
     def finish(self) -> dict[str, Any]:
