@@ -26,6 +26,8 @@ ENGINE = "vllm_specplugin.bench.engine"
 SLACK = 32
 """Room in the context beyond the longest request, for drafts past its end."""
 WARM_UP_TOKENS = 8
+WARM_UP_PROMPT = 32
+"""Tokens of a prompt, except at the lowest concurrency, where they are read whole: reading 64 of them takes minutes on a CPU."""
 SLICE_SECONDS = 0.2
 """Of a turn, or one step where that takes longer. A shared machine drifts within seconds; and for the first 5 ms of a turn the
 threads of the engine before may still spin (KMP_BLOCKTIME), which is the same for all."""
@@ -113,7 +115,8 @@ class Lineup:
         started = [one.name for one in candidates if one.name in self.engines]
         warm_up = replace(self.load, per_place=1, max_tokens=min(WARM_UP_TOKENS, self.load.max_tokens))
         for concurrency in self.load.concurrencies:  # compiles what is compiled on first use
-            self._race(started, concurrency, "warming up", warm_up)
+            longest = None if concurrency == min(self.load.concurrencies) else WARM_UP_PROMPT
+            self._race(started, concurrency, "warming up", warm_up, longest)
         self.bars.remove_task(task)
         return [name for name in started if name in self.engines]
 
@@ -146,9 +149,12 @@ class Lineup:
         """
         return self._race(list(self.engines), concurrency, f"{concurrency} at once", self.load)
 
-    def _race(self, names: Sequence[str], concurrency: int, what: str, load: Load) -> dict[str, Sample]:
+    def _race(
+        self, names: Sequence[str], concurrency: int, what: str, load: Load, longest: int | None = None
+    ) -> dict[str, Sample]:
+        """`longest`: tokens of a prompt, the rest of which is cut off."""
         count, batch_length = load.requests(concurrency, len(self.traffic.kinds)), concurrency * load.per_place
-        prompts = self.traffic.take(count)
+        prompts = [prompt[:longest] for prompt in self.traffic.take(count)]
         batches = [prompts[at : at + batch_length] for at in range(0, count, batch_length)]
         task = self.bars.add_task(what, total=len(batches) * len(names))
         found: dict[str, list[Sample]] = {name: [] for name in names}

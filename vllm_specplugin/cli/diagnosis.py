@@ -210,8 +210,8 @@ def _ask_vllm(found: Diagnosis, config: Mapping[str, Any], flags: Mapping[str, A
         found.reasons.append(engine.problem.rstrip("."))
     elif found.model is not None and found.resolved is not None and not refused and not engine.ours:
         found.reasons.append("the plugin did not attach to vLLM, which built a configuration of its own")
-    elif found.resolved is not None and found.resolved.capabilities.native and engine.host is not None:
-        # Its own k may depend on the target, of which nobody knew anything yet.
+    elif found.resolved is not None and engine.host is not None:
+        # k may depend on the target and on the scheduling, of which nobody knew anything yet.
         found.resolved = replace(found.resolved, num_speculative_tokens=engine.host.num_speculative_tokens)
     if engine.host is not None and (slow := slow_on_cpu(engine.host.device, engine.host.dtype)):
         found.notes.append(slow)
