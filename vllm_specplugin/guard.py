@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from queue import SimpleQueue
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import numpy as np
 import torch
@@ -432,15 +432,16 @@ def wait_for_late_work(seconds: float) -> None:
 
 
 class Worker:
-    """A daemon thread that does one job at a time, and that nobody has to wait for."""
+    """A daemon thread that does one job at a time, and that nobody has to wait for. It ends with its worker."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._began = 0.0
         _WORKERS.add(self)
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        threading.Thread(target=_work, args=(self._jobs, self._idle), name=name, daemon=True).start()
+        finalize(self, self._jobs.put, None)
 
     @property
     def busy(self) -> bool:
@@ -464,15 +465,17 @@ class Worker:
         self._jobs.put(lambda: result.append(job()))
         return result[0] if self._idle.wait(timeout) and result else None
 
-    def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            try:
-                job()
-            except BaseException as error:  # whatever it was, the thread must outlive it
-                logger.exception("A proposer's thread met %s.", type(error).__name__)
-            finally:
-                self._idle.set()
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None], idle: threading.Event) -> None:
+    """What a worker's thread does. Between two jobs it holds on to nothing, least of all to an engine that is gone."""
+    while (job := jobs.get()) is not None:
+        try:
+            job()
+        except BaseException as error:  # whatever it was, the thread must outlive it
+            logger.exception("A proposer's thread met %s.", type(error).__name__)
+        finally:
+            del job
+            idle.set()
 
 
 def _rectangular(drafts: Drafts, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -86,3 +86,13 @@ def test_tensor_parallel(tiny_model: Path, prompts: list[list[int]]) -> None:
         known = worker.generate(prompts, ASKED)
         worker.open(tiny_model, SCRIPTED, timeout=START, **parallel)
         check(worker, prompts, known)
+
+
+def test_pipeline_parallel(tiny_model: Path, prompts: list[list[int]]) -> None:
+    """Two stages on V2, which needs asynchronous scheduling (see `NEEDS_ASYNC_FOR_STAGES`); vLLM's V1 has none on a CPU."""
+    parallel = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "force_async": True}
+    with EngineWorker("v2", env={"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}) as worker:
+        worker.open(tiny_model, timeout=START, **parallel)
+        known = worker.generate(prompts, ASKED)
+        worker.open(tiny_model, SCRIPTED, timeout=START, **parallel)
+        check(worker, prompts, known)

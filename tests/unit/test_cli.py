@@ -301,7 +301,7 @@ def test_doctor_when_all_is_well(engine: SimpleNamespace) -> None:
     assert engine.asked == [("m", {"proposer": "ngram"}, {"max_num_seqs": 7, "async_scheduling": False})]
     assert answer["runner"] == {"name": "v1", "why": "because"}
     assert answer["method"]["verifier"] == "one_hot"
-    assert answer["method"]["num_speculative_tokens"] == host().num_speculative_tokens, "the engine's, not the configuration's"
+    assert answer["method"]["num_speculative_tokens"] == HOST.num_speculative_tokens, "the engine's, not the configuration's"
     assert all(seam["found"] for seam in answer["seams"])
     text = call("doctor", "m")
     assert text.exit_code == 0

@@ -14,7 +14,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_specplugin.cli import diagnosis
 from vllm_specplugin.control.uniform import NoPass
 from vllm_specplugin.errors import ConfigError
-from vllm_specplugin.runtime import planning, scheduler_metrics
+from vllm_specplugin.runtime import install, planning, scheduler_metrics
+from vllm_specplugin.runtime.core import Runtime
 from vllm_specplugin.runtime.inspect import Engine
 from vllm_specplugin.runtime.meter import Meter
 from vllm_specplugin.runtime.spec_config import PluginSpeculativeConfig, check_deployment
@@ -39,7 +40,7 @@ def deployed(
     ranks: int = 1,
     stages: int = 1,
     sleeps: bool = False,
-    asynchronous: bool = False,
+    asynchronous: bool | None = False,
     **keys: Any,
 ) -> Any:
     """A `VllmConfig`, as far as it is looked at."""
@@ -109,6 +110,37 @@ def test_nothing_is_planned_by_the_clocks_of_several_ranks(backend: str, ranks: 
 
 
 # -- stages, and weights of one's own ----------------------------------------------------------------------
+
+
+def as_vllm_would(config: Any) -> None:
+    """It schedules asynchronously unless asked not to."""
+    scheduler = config.scheduler_config
+    scheduler.async_scheduling = scheduler.async_scheduling is not False
+
+
+@pytest.mark.parametrize(
+    ("runner", "stages", "asked", "becomes"),
+    [
+        ("v2", 1, None, False),  # a proposer that waits for the tokens anyhow
+        ("v2", 2, None, True),
+        ("v2", 2, True, True),
+        ("v2", 2, False, "refused"),
+        ("v1", 1, None, False),
+        ("v1", 2, None, "refused"),
+    ],
+)
+def test_drafts_that_go_through_stages_are_scheduled_ahead(
+    runner: str, stages: int, asked: bool | None, becomes: bool | str
+) -> None:
+    """vLLM's scheduler plans the next step's drafts while a stage has yet to tell the token before them."""
+    config = deployed(NGRAM, stages=stages, asynchronous=asked)
+    config.use_v2_model_runner = runner == "v2"
+    if becomes == "refused":
+        with pytest.raises(ConfigError, match=r"Pipeline parallelism .* needs asynchronous scheduling on vLLM's V2 .*Use "):
+            install._vllm_config_post_init(as_vllm_would, config)
+    else:
+        install._vllm_config_post_init(as_vllm_would, config)
+        assert config.scheduler_config.async_scheduling is becomes
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -231,3 +263,16 @@ def test_steps_without_the_drafts_that_were_planned_teach_no_times(skips: bool) 
     )
     planner._learn(step, SimpleNamespace(sampled_token_ids=[[1]], req_id_to_index={"a": 0}))
     assert told == [(["a"], K, not skips)]
+
+
+# -- third parties' hybrids --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [("ngram", "eagle"), ("ngram", "made up"), ("made up",), ()])
+def test_control_takes_a_hybrids_parts_by_name_where_they_are_registered(parts: tuple[str, ...]) -> None:
+    capabilities = Capabilities(own_kv_cache=True, parts=parts)
+    resolved = SimpleNamespace(config=SimpleNamespace(adaptive=True, proposer="theirs"), capabilities=capabilities)
+    runtime = SimpleNamespace(resolved=resolved, k=2, host=SimpleNamespace(max_num_seqs=4), _data_parallel=False)
+    control = Runtime._control(runtime, deployed())  # type: ignore[arg-type]
+    assert control is not None
+    assert control._stateful_sources == ({"eagle"} if "eagle" in parts else {"theirs"})

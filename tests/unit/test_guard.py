@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -439,6 +441,19 @@ def test_late_work_can_be_waited_for() -> None:
     began = time.monotonic()
     guard_module.wait_for_late_work(30)  # nobody works
     assert time.monotonic() - began < 5
+
+
+def test_an_engine_that_is_gone_leaves_neither_proposer_nor_thread() -> None:
+    guard, proposer = guard_of(lambda step: Drafts([[7]] * step.num_rows), budget_ms=5_000)
+    assert guard.propose(two_rows()).rows() == [[7], [7]]
+    threads = [thread for thread in threading.enumerate() if thread.ident in proposer.threads]
+    assert len(threads) == 1
+    seen = weakref.ref(proposer)
+    del guard, proposer
+    gc.collect()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+    assert seen() is None
 
 
 def test_ranks_that_draft_together_search_every_row(slowly: Any) -> None:

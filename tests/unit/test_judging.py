@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample.logits_processor import LogitsProcessors
 
 from vllm_specplugin.guard import CheckedDrafts
 from vllm_specplugin.noise import DraftNoise, owner_of
@@ -19,7 +20,7 @@ from vllm_specplugin.runtime import control, judging, v2_sampler
 from vllm_specplugin.runtime.judging import Drafted, DraftLogits, Judge
 from vllm_specplugin.runtime.spec_config import seed_of
 from vllm_specplugin.runtime.v1 import _Hooks
-from vllm_specplugin.runtime.v1_sampler import _JudgedStep, _Layout
+from vllm_specplugin.runtime.v1_sampler import _JudgedStep, _Layout, _RowProcessors
 from vllm_specplugin.runtime.v2 import Drafting
 from vllm_specplugin.runtime.v2_sampler import Verification
 from vllm_specplugin.types import Request
@@ -291,3 +292,12 @@ def test_room_for_drawn_drafts_is_taken_when_memory_is_measured(
     runtime = SimpleNamespace(resolved=SimpleNamespace(config=SimpleNamespace(draft_sampling=sampling)), host=host)
     Drafting.reserve(SimpleNamespace(device=SimpleNamespace(type=device), runtime=runtime, k=K))  # type: ignore[arg-type]
     assert sum(asked) == taken * 5 * K * VOCAB
+
+
+def test_a_long_answer_is_copied_only_for_processors_that_look_at_it() -> None:
+    rows, output = _RowProcessors(LogitsProcessors()), list(range(100))
+    assert rows._output(SamplingParams(min_p=0.1), output, [7]) == []
+    assert rows._output(SamplingParams(min_tokens=200, max_tokens=300), output, [7]) == [*output, 7]
+    assert rows._output(SamplingParams(min_tokens=50, max_tokens=300), output, [7]) is output
+    rows._any_request = True
+    assert rows._output(SamplingParams(min_p=0.1), output, [7]) == [*output, 7]

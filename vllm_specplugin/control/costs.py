@@ -7,7 +7,9 @@ that takes is known once such steps have been seen. So the table holds the start
 
 `drift` follows the machine as a whole (contexts grow, a neighbour comes and goes) and cancels out of every comparison; `plain`
 goes by batch size; `drafted`, 1 without drafts, is what verification costs beside its rows. Factors that were seldom seen lean on
-their like. Nothing is assumed of the curve: for a mixture of experts, where more rows touch more experts, it is another one.
+their like; `drafted` on less of it the fewer drafts there are: else, after a start-up that was disturbed, few drafts would look
+as dear as the many that are verified because of it. Nothing is assumed of the curve: for a mixture of experts, where more rows
+touch more experts, it is another one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +64,7 @@ class CostTable:
         self._prepare(most_rows + 1)
         self._drift: float | None = None
         self._plain = _Factors((cells,))
-        self._drafted = _Factors((cells, cells))
+        self._drafted = _FactorsOfDrafts(cells)
 
     def _prepare(self, end: int) -> None:
         rows = np.maximum(np.arange(end), 1)
@@ -137,12 +140,11 @@ class _Factors:
 
     def at(self, cell: int | tuple[int, int]) -> float:
         seen = float(self._seen[cell])
-        return (float(self._own[cell]) * seen + self._common * LEAN) / (seen + LEAN)
+        return (float(self._own[cell]) * seen + float(self._like(cell)) * LEAN) / (seen + LEAN)
 
-    def row(self, cell: int) -> NDArray[np.float64]:
-        """All cells of one row of a table with two axes."""
-        seen = self._seen[cell]
-        return (self._own[cell] * seen + self._common * LEAN) / (seen + LEAN)
+    def _like(self, cell: int | tuple[int, int]) -> Any:
+        """What a cell leans on."""
+        return self._common
 
     @property
     def _common(self) -> float:
@@ -160,6 +162,34 @@ class _Factors:
         """What was observed counts a little less: a step has gone by in which nothing of the kind was."""
         self._seen *= FADE
         self._seen_in_all *= FADE
+
+
+class _FactorsOfDrafts(_Factors):
+    """By requests and rows, in cells.
+
+    What drafts are dearer by than expected is one half there with the first of them, the other half grows with their number.
+    """
+
+    def __init__(self, cells: int) -> None:
+        super().__init__((cells, cells))
+        places = np.arange(cells, dtype=np.float64)
+        self._beyond = np.maximum(places - places[:, None], 0.0)
+        """`[cells, cells]`: how far the rows lie from the requests."""
+        self._usual = 0.0
+        """How far they did in the steps that were observed."""
+
+    def row(self, cell: int) -> NDArray[np.float64]:
+        """All cells of so many requests."""
+        seen = self._seen[cell]
+        found: NDArray[np.float64] = (self._own[cell] * seen + self._like(cell) * LEAN) / (seen + LEAN)
+        return found
+
+    def _like(self, cell: int | tuple[int, int]) -> Any:
+        return self._common * (1 + np.minimum(self._beyond[cell] / max(self._usual, 1.0), 1.0)) / 2
+
+    def learn(self, cell: int | tuple[int, int], off: float) -> None:
+        super().learn(cell, off)
+        self._usual += (float(self._beyond[cell]) - self._usual) * max(1 / self._seen_in_all, LEAST_RATE)
 
 
 def cell_of(rows: int) -> int:

@@ -85,7 +85,9 @@ class Runtime:
         config, capabilities = self.resolved.config, self.resolved.capabilities
         if not config.adaptive or vllm_config.scheduler_config.async_scheduling:  # then the engine core plans; see `planning`
             return None
-        drafting = {name: PROPOSERS.resolve(name).capabilities for name in capabilities.parts} or {config.proposer: capabilities}
+        drafting = {name: PROPOSERS.resolve(name).capabilities for name in capabilities.parts if name in PROPOSERS.names()}
+        if not drafting or len(drafting) < len(capabilities.parts):  # a third party's hybrid may have made names up
+            drafting[config.proposer] = capabilities
         stateful = [name for name, needs in drafting.items() if needs.native is not None or needs.own_kv_cache]
         if self._data_parallel and capabilities.native is not None:
             stateful = []  # asked in every step (see `asks_native`), so that no request can lapse

@@ -94,7 +94,8 @@ def _create_speculative_config(stock: Wrapper, self: Any, target_model_config: A
         "model": getattr(self, "spec_model", None),
         "num_speculative_tokens": getattr(self, "spec_tokens", None),
     }
-    return create(raw, flags, target_model_config, target_parallel_config, async_scheduling=self.async_scheduling is True)
+    ahead = self.async_scheduling is True or target_parallel_config.pipeline_parallel_size > 1
+    return create(raw, flags, target_model_config, target_parallel_config, async_scheduling=ahead)
 
 
 def _require_seams() -> None:
@@ -128,6 +129,13 @@ def _v2_unsupported_features(stock: Wrapper, self: Any) -> list[str]:
     return [feature for feature in features if "custom_class" not in feature]
 
 
+NEEDS_ASYNC_FOR_STAGES = (
+    "Pipeline parallelism with speculation needs asynchronous scheduling on vLLM's V2 model runner: under synchronous scheduling "
+    "vLLM plans a step's drafts before the token that they follow is known. Use --pipeline-parallel-size 1, or V2 without "
+    "--no-async-scheduling."
+)
+
+
 def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
     spec = _ours(self)
     if spec is None:
@@ -142,7 +150,8 @@ def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
             "Asynchronous scheduling with a proposer needs vLLM's V2 model runner, and this engine uses V1; use "
             "--no-async-scheduling."
         )
-    if scheduler.async_scheduling is None and (spec.runner == "v1" or _waits_for_tokens(spec.resolve())):
+    staged = self.parallel_config.pipeline_parallel_size > 1
+    if scheduler.async_scheduling is None and (spec.runner == "v1" or (_waits_for_tokens(spec.resolve()) and not staged)):
         # A drafter that waits for the sampled tokens anyhow may draft fewer than k when the scheduler is told.
         scheduler.async_scheduling = False
     if scheduler.async_scheduling is False or spec.native is not None:
@@ -154,6 +163,8 @@ def _vllm_config_post_init(stock: Wrapper, self: Any) -> Any:
             stock(self)
         finally:
             spec.method = name
+    if staged and not scheduler.async_scheduling:  # whoever decided that
+        raise ConfigError(NEEDS_ASYNC_FOR_STAGES)
     planning.prepare(self)
     return None
 

@@ -106,7 +106,7 @@ def create(
         flags: what the separate flags (`--spec-model`, `--spec-tokens`, `--spec-method`) said, None where absent.
         target_model_config: the target's.
         target_parallel_config: the target's.
-        async_scheduling: the user insists on it; one length serves all requests of a step then, and k is what suits that.
+        async_scheduling: it is certain; one length serves all requests of a step then, and k is what suits that.
 
     Raises:
         SpecPluginError: one line that names what is wrong.

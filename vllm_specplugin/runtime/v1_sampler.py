@@ -29,6 +29,7 @@ from vllm_specplugin.runtime.judging import Judge, Judged, probabilities_at, val
 from vllm_specplugin.types import Verdict
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -319,6 +320,12 @@ class _RowProcessors:
         known = {"MinTokensLogitsProcessor", "LogitBiasLogitsProcessor", "MinPLogitsProcessor"}
         self._any_request = any(type(processor).__name__ not in known for processor in processors.all)
 
+    def _output(self, params: SamplingParams, output: list[int], drafts: list[int]) -> list[int]:
+        """A row's output as far as its processors look at it: a long answer is not copied for every row of every step."""
+        if self._any_request or len(output) < params.min_tokens:
+            return [*output, *drafts]
+        return output if params.min_tokens else []
+
     def select(self, runner: GPUModelRunner, layout: _Layout, metadata: SpecDecodeMetadata) -> LogitsProcessors:
         """The processors, ready for this step's rows; none at all where no request needs one."""
         added = []
@@ -331,7 +338,7 @@ class _RowProcessors:
                 continue
             drafts = layout.split(metadata.draft_token_ids.tolist()) if drafts is None else drafts
             for position in range(int(layout.drafts[request]) + 1):
-                output = [*state.output_token_ids, *drafts[request][:position]]
+                output = self._output(params, state.output_token_ids, drafts[request][:position])
                 added.append((int(layout.first_row[request]) + position, params, state.prompt_token_ids, output))
         if not added and not self._rows:
             return LogitsProcessors()
