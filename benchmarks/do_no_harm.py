@@ -14,9 +14,9 @@ that a drafter always finds something to copy and is mostly refused; the others 
 appended to the file as they come: an interrupted run goes on where it was, and `--seconds-per-cell 0` only evaluates what is
 there. There are two plain engines: the others are held against the mean of both, and one against the other says how far two
 engines that do the same seem to differ. Small loads come first, of all kinds. Seven engines of a small model take 10 GB; on two
-cores one round of every cell takes about 40 minutes. On a CPU without instructions for bfloat16 say
-`--engine-args '{"dtype": "float32", "kv_cache_memory_bytes": 1000000000, "max_num_batched_tokens": 256}'`, the last for steps that
-are short, or no turn is; they take 20 GB then, and twice the time.
+cores one round of every cell takes about 40 minutes. On a CPU without instructions for bfloat16 they take 20 GB, and twice the
+time, with `--engine-args '{"dtype": "float32", "kv_cache_memory_bytes": 1000000000, "max_num_batched_tokens": 256}'`: steps must be
+short, or no turn is.
 """
 
 from __future__ import annotations
