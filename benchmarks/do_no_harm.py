@@ -15,8 +15,8 @@ appended to the file as they come: an interrupted run goes on where it was, and 
 there. There are two plain engines: the others are held against the mean of both, and one against the other says how far two
 engines that do the same seem to differ. Small loads come first, of all kinds. Seven engines of a small model take 10 GB; on two
 cores one round of every cell takes about 40 minutes. On a CPU without instructions for bfloat16 they take 20 GB, and twice the
-time, with `--engine-args '{"dtype": "float32", "kv_cache_memory_bytes": 1000000000, "max_num_batched_tokens": 256}'`: steps must be
-short, or no turn is.
+time, with `--engine-args '{"dtype": "float32", "kv_cache_memory_bytes": 1000000000, "max_num_batched_tokens": 256}'`, the last
+since no turn is short where a step is not.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from tests.support.simulated_engines import LOADING, SimulatedEngine, Simulation
 from tests.support.tiny import BOS, EOS
+from vllm_specplugin.bench import lineup
 from vllm_specplugin.bench.candidates import PLAIN_DECODING, Candidate, LeftOut, candidate, defaults, name_of, named, unique
 from vllm_specplugin.bench.engine import Engine
 from vllm_specplugin.bench.lineup import Load
@@ -311,6 +312,22 @@ def test_engines_come_to_their_end_together(monkeypatch: pytest.MonkeyPatch, tmp
     assert max(last.values()) - min(last.values()) <= 3
     counts = Counter(machine.slices)
     assert counts["plain"] / counts["ngram"] == pytest.approx(1.5, rel=0.15), "each is given the time that it needs"
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_engines_on_a_cpu_load_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool) -> None:
+    machine = Simulation(speed).install(monkeypatch)
+    monkeypatch.setattr(lineup.torch.cuda, "is_available", lambda: gpu)
+    alive: list[int] = []
+    wait = SimulatedEngine.wait
+
+    def noted(engine: SimulatedEngine) -> dict[str, Any]:
+        alive.append(len(machine.alive))
+        return wait(engine)
+
+    monkeypatch.setattr(SimulatedEngine, "wait", noted)
+    run_bench(tmp_path, plan(BOTH, repeat=1))
+    assert alive == ([3, 3, 3] if gpu else [1, 2, 3])
 
 
 def test_no_engine_works_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 from vllm_specplugin.bench.candidates import Candidate, LeftOut
@@ -66,6 +67,11 @@ class Load:
         return self.max_tokens // 2 + self.max_tokens if self.uneven else self.max_tokens
 
 
+def loaded_together(candidates: Sequence[Candidate]) -> list[Sequence[Candidate]]:
+    """In which groups engines load: on CPUs one by one, since at its start an engine times the passes that control goes by."""
+    return [candidates] if torch.cuda.is_available() else [[one] for one in candidates]
+
+
 @dataclass
 class Lineup:
     """The engines by name, in the order in which they were started. Used as a context, it ends them."""
@@ -104,14 +110,15 @@ class Lineup:
             "engines": self.at_once,
         }
         task = self.bars.add_task("loading engines", total=len(candidates))
-        for one in candidates:
-            self._started += 1
-            log = self.logs / f"{self._started}-{one.name.split()[0].replace(':', '-')}.log"
-            self.engines[one.name] = EngineProcess(one.name, ENGINE, {**settings, "speculative_config": one.config}, log)
-        names = {id(self.engines[one.name]): one.name for one in candidates}
-        for engine in as_loaded([self.engines[one.name] for one in candidates]):
-            self._keep(names[id(engine)], engine)
-            self.bars.advance(task)
+        for group in loaded_together(candidates):
+            for one in group:
+                self._started += 1
+                log = self.logs / f"{self._started}-{one.name.split()[0].replace(':', '-')}.log"
+                self.engines[one.name] = EngineProcess(one.name, ENGINE, {**settings, "speculative_config": one.config}, log)
+            names = {id(self.engines[one.name]): one.name for one in group}
+            for engine in as_loaded([self.engines[one.name] for one in group]):
+                self._keep(names[id(engine)], engine)
+                self.bars.advance(task)
         started = [one.name for one in candidates if one.name in self.engines]
         warm_up = replace(self.load, per_place=1, max_tokens=min(WARM_UP_TOKENS, self.load.max_tokens))
         for concurrency in self.load.concurrencies:  # compiles what is compiled on first use
