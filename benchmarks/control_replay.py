@@ -23,6 +23,7 @@ from combining import guarded, step_of
 from numpy.typing import NDArray
 
 from vllm_specplugin import Request
+from vllm_specplugin.arithmetic import fast_type
 from vllm_specplugin.bench.table import markdown_table
 from vllm_specplugin.bench.traffic import KINDS, RANDOM, built_in
 from vllm_specplugin.control.controller import Controller
@@ -128,7 +129,9 @@ class Replay:
         self.now += ASKING
         lengths = drafts.lengths
         if control is not None:
-            lengths = control.lengths(ids, drafts.token_ids, drafts.lengths, step.limits, ASKING, None, drafts.expected)
+            left = np.array([max(len(each.answer) - each.at - 1, 0) for each in running])
+            limits = np.minimum(step.limits, left)
+            lengths = control.lengths(ids, drafts.token_ids, drafts.lengths, limits, ASKING, None, drafts.expected)
             control.end()
         for each, ids_of_row, length in zip(running, drafts.token_ids.tolist(), lengths.tolist(), strict=True):
             each.drafts = ids_of_row[:length]
@@ -151,12 +154,12 @@ def agreeing(drafts: Sequence[int], answer: Sequence[int]) -> int:
 def run(engine: Replay, answers: Answers, times: int) -> dict[tuple[str, int], Cell]:
     """All cells, one after the other."""
     found = {}
-    for kind, pairs in answers.items():
-        taken = 0
-        for at_once, requests in REQUESTS.items():
-            places = range(taken, taken + times * requests)
+    taken = 0
+    for at_once, requests in REQUESTS.items():
+        places = range(taken, taken + times * requests)
+        for kind, pairs in answers.items():
             found[kind, at_once] = engine.serve([pairs[place % len(pairs)] for place in places], at_once)
-            taken = places.stop
+        taken = places.stop
     return found
 
 
@@ -164,8 +167,10 @@ def answers_of(model: str) -> Answers:
     """Let a model answer the traffic by plain decoding."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
+    from vllm.platforms import current_platform
 
-    llm = LLM(model, enforce_eager=True, enable_prefix_caching=False, max_model_len=1024, max_num_seqs=max(REQUESTS))
+    dtype: Any = fast_type(str(current_platform.device_type))
+    llm = LLM(model, dtype=dtype, enforce_eager=True, enable_prefix_caching=False, max_model_len=1024, max_num_seqs=max(REQUESTS))
     found: Answers = {}
     for kind in KINDS:
         prompts = built_in(llm.get_tokenizer(), [kind], PER_KIND, 0).take(PER_KIND)

@@ -13,10 +13,12 @@ all prompts together. The kinds are `bench`'s own; random text is token ids draw
 that a drafter always finds something to copy and is mostly refused; the others are greedy. Prompts never repeat. Rounds are
 appended to the file as they come: an interrupted run goes on where it was, and `--seconds-per-cell 0` only evaluates what is
 there. There are two plain engines: the others are held against the mean of both, and one against the other says how far two
-engines that do the same seem to differ. Small loads come first, of all kinds. Seven engines of a small model take 10 GB; on two
-cores one round of every cell takes about 40 minutes. On a CPU without instructions for bfloat16 they take 20 GB, and twice the
-time, with `--engine-args '{"dtype": "float32", "kv_cache_memory_bytes": 1000000000, "max_num_batched_tokens": 256}'`, the last
-since no turn is short where a step is not.
+engines that do the same seem to differ. They do, by some percent and for as long as they live; several runs average that out.
+Cells are of steady traffic: the adaptive engine answers a dozen requests of it before (`control_replay.py` is about changes).
+Small loads come first, of all kinds. Seven engines of a small model take 10 GB; on two cores one round of every cell takes about
+40 minutes. On a CPU without instructions for bfloat16 they take 20 GB, and twice the time, with
+`--engine-args '{"dtype": "float32", "kv_cache_memory_bytes": 1000000000, "max_num_batched_tokens": 256}'`, the last since no turn
+is short where a step is not.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 ADAPTIVE, AGAIN = "adaptive", "plain again"
 PER_KIND = 2048
+SETTLING = 12
+"""Requests of a cell's traffic, at least, that adaptive drafting gets used to first."""
 NO_HARM = 0.97
 """Adaptive over plain decoding must not be below."""
 NEAR = 0.97
@@ -119,6 +123,7 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
             lineup.traffic = traffic[kind]
             lineup.load = replace(load, temperature=1.0 if kind == RANDOM else 0.0)
             spent = options.spent.get((kind, concurrency), 0.0)
+            lineup.settle(ADAPTIVE, concurrency, SETTLING)
             while spent < options.seconds_per_cell:
                 samples = lineup.race(concurrency)
                 require_plain(lineup)
@@ -263,10 +268,12 @@ def page(options: argparse.Namespace, results: Sequence[Result], facts: Mapping[
         f"`{command}`, {Path(options.model).name}, {machine}.",
         "",
         "Plain decoding, adaptive drafting and drafting with each fixed k answer the same requests in turns; a ratio is the",
-        "median over the rounds of a cell, in brackets its interval. In a round another request takes the place of one that ends",
-        f"until {options.per_place} times as many as run at once are done. Answers are as long from every engine; prompts never",
-        "repeat. The best fixed k is picked cell by cell from the same rounds, which nobody who serves can do. *Plain* is the",
-        "mean of two engines, and *plain again* the ratio of these two: how far it is from 1 says how far to trust the others.",
+        "median over the rounds of a cell, in brackets its interval. In a round another request takes the place of one that",
+        f"ends until {options.per_place} times as many as run at once are done. Answers are as long from every engine; prompts",
+        f"never repeat. Before a cell the adaptive engine answers {SETTLING} requests of its kind, or as many as run at once:",
+        "cells are of steady traffic. The best fixed k is picked cell by cell from the same rounds, which nobody who serves",
+        "can do. *Plain* is the mean of two engines, and *plain again* the ratio of these two: how far it is from 1 says how",
+        "far to trust the others.",
         noise(results),
         "",
         *(f"- {line}" for line in verdict(results)),

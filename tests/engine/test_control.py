@@ -68,6 +68,14 @@ def test_each_request_is_drafted_for_as_far_as_it_pays(engines: SideBySide) -> N
     assert state(engines).regime == "drafting"
 
 
+def test_nothing_is_verified_past_the_end_of_a_request(engines: SideBySide) -> None:
+    open_adaptive(engines, FLAT)
+    requests, num_tokens = 4, 3
+    params = scripts(engines, ["oracle"] * requests, num_tokens)  # who knows more than may be answered
+    _, counters = engines.draft(PROMPTS[:requests], params)
+    assert 0 < counters.accepted == counters.draft_tokens <= requests * (num_tokens - 2)
+
+
 def test_drafts_that_do_not_pay_are_not_verified(engines: SideBySide) -> None:
     if engines.runner == "v1":
         engines.replaced()  # the alarm is about the first drafts of an engine

@@ -32,6 +32,11 @@ LEAN, REQUEST_LEAN = 4.0, 64.0
 WINDOW, REQUEST_WINDOW = 30.0, 60.0
 """Tests after which an older one of a kind of draft, and of a request, counts half: traffic changes."""
 
+STEPS_LATELY, DOUBT, LATE_LEAN = 6.0, 0.75, 2.0
+"""Steps after which an older one counts half in what a proposer did lately; by how many standard deviations it must have done
+better or worse than foreseen, so that all its drafts are thought better or worse; and how many tests the estimates count for
+then. A change of traffic is seen in few steps so: a far draft is reached so rarely that its own tests would take long to tell."""
+
 CAUTION = 1.5
 """Standard errors that drafts picked deterministically are thought to be worse than they seem. Of many estimates the highest are
 chosen, and those are mostly too high; nothing is lost by it, since these drafts are judged whether they are verified or not."""
@@ -67,6 +72,8 @@ class Acceptance:
         """`[sources, streaks, columns]`: by kind of draft, older tests faded; the last is `_rates` less `CAUTION`."""
         self._tally = np.zeros((0, 3), dtype=np.int64)
         """`[sources, 3]`: chains, drafts and right drafts that were judged since `take`."""
+        self._lately, self._turns = np.zeros((0, 4)), np.zeros(0)
+        """`[sources, 4]` and `[sources]`: what was judged in the last steps, and what that says beyond the estimates."""
         self._slots: dict[str, int] = {}
         self._free = list(range(most_requests))
         self._of_request = np.zeros((most_requests, 3))
@@ -130,6 +137,9 @@ class Acceptance:
             offsets: `[rows + 1]`, where each row's begin.
             tested: `[rows]`, how many drafts were verified.
         """
+        if not (self._lengths[slots].any() or self._open_lengths[slots].any()):  # as in most steps where nothing is found
+            self._streaks[slots[offsets[1:] > offsets[:-1]]] = 0
+            return
         kernels.judge(
             slots,
             tokens.astype(np.int64),
@@ -141,8 +151,10 @@ class Acceptance:
             self._of_request,
             (self._tests.ravel(), self._accepted.ravel(), self._rates.ravel()),
             self._tally,
+            self._lately,
             0.5 ** (1 / WINDOW),
             0.5 ** (1 / REQUEST_WINDOW),
+            0.5 ** (1 / STEPS_LATELY),
         )
         self._update()
 
@@ -169,6 +181,10 @@ class Acceptance:
         self._lengths[slots] = lengths
         self._by_chance[slots] = by_chance
 
+    def keep_none(self, slots: NDArray[np.int64]) -> None:
+        """There are no drafts in this step."""
+        self._lengths[slots] = 0
+
     # -- estimating ----------------------------------------------------------
 
     def kinds(
@@ -187,6 +203,7 @@ class Acceptance:
             more = np.zeros((1, *self._tests.shape[1:]))
             self._tests, self._accepted = np.concatenate([self._tests, more]), np.concatenate([self._accepted, more])
             self._tally = np.concatenate([self._tally, np.zeros((1, 3), dtype=np.int64)])
+            self._lately = np.concatenate([self._lately, np.zeros((1, 4))])
             self._update()
         source = np.fromiter((self._sources[name] for name in sources), dtype=np.int64, count=len(sources))
         first = (source * (len(STREAKS) + 1) + STREAKS.searchsorted(self._streaks[slots], side="right")) * self._columns
@@ -196,6 +213,7 @@ class Acceptance:
 
     def _update(self) -> None:
         self._rates, self._cautious = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS, CAUTION)
+        self._turns = kernels.turns(self._lately, DOUBT, LATE_LEAN)
 
     def estimate(self, slots: NDArray[np.int64], cells: NDArray[np.int64], by_chance: bool = False) -> NDArray[np.float64]:
         """`[rows, k]`: how probably each draft is accepted once those before it are.
@@ -206,7 +224,7 @@ class Acceptance:
             by_chance: they are drawn by chance, so that only who is verified is ever judged.
         """
         rates = self._rates if by_chance else self._cautious
-        return kernels.estimate(slots, cells, rates.ravel(), self._of_request, REQUEST_LEAN, HIGHEST)
+        return kernels.estimate(slots, cells, rates.ravel(), self._of_request, self._turns, REQUEST_LEAN, HIGHEST)
 
     def take(self) -> dict[str, tuple[int, int, int]]:
         """What was judged since the last call, by source: rows whose first draft was, all drafts, and those that were right."""

@@ -129,6 +129,8 @@ class Controller:
         self._trial = 0
         """Steps left in which a paused proposer is tried."""
         self._lapsed: set[str] = set()
+        self._begun: set[str] = set()
+        """The requests that are new in this step, where `begin` has been told of it."""
 
     @property
     def state(self) -> ControlState:
@@ -183,15 +185,18 @@ class Controller:
             self.costs.observe(len(running), int(tested.sum()), now - self._ended)
         self._running, self._rows = running, len(running)
         self._asked, self._asked_before = False, self._asked
+        self._begun = {request_id for request_id in request_ids if self.acceptance.is_new(request_id)}
         self._slots = self.acceptance.slots(request_ids)
         self.acceptance.committed(self._slots, tokens, offsets, tested)
 
     def asks(self, request_ids: Sequence[str]) -> bool:
         """Whether the proposer is to be asked in this step, of the requests `[rows]`."""
         self._steps_in_regime += 1
+        if not self._paused and self._stateful_sources == {self.proposer} and self._lapsed.issuperset(request_ids):
+            return False  # it could draft for none of them
         if not self._paused:
             return self.stateful or self._rows > 0
-        asks = self._rows > 0 and self._tries(request_ids)
+        asks = (self.stateful or self._rows > 0) and self._tries(request_ids)
         if self.stateful and not asks:
             self._lapsed.update(request_ids)
         return asks
@@ -199,16 +204,21 @@ class Controller:
     def _tries(self, request_ids: Sequence[str]) -> bool:
         """Whether a paused proposer is tried now."""
         if self._trial:
-            self._trial -= 1
+            self._trial -= self._rows > 0  # while prompts are read nothing is drafted
             return True
+        rows = max(self._rows, 1)
         steps = TRIAL_STEPS if self.stateful else PROBE_STEPS
-        price = self._resuming.seconds(self._rows) + self._asking.seconds(self._rows) * (steps - 1)
-        self._credit = min(self._credit + PROBE_SHARE * self._plain_seconds(), 2 * price)
-        if self._credit < price or (self.stateful and not any(self.acceptance.is_new(name) for name in request_ids)):
+        price = self._resuming.seconds(rows) + self._asking.seconds(rows) * (steps - 1)
+        self._credit = min(self._credit + PROBE_SHARE * float(self.costs.seconds(rows, 0)[0]), 2 * price)
+        if self._credit < price or (self.stateful and not any(map(self._begins, request_ids))):
             return False
         self._credit -= price
         self._trial = steps - 1
         return True
+
+    def _begins(self, request_id: str) -> bool:
+        """Nobody missed a step of the request: this is its first, whether `begin` has been told or not."""
+        return request_id not in self._lapsed and (request_id in self._begun or self.acceptance.is_new(request_id))
 
     def lengths(
         self,
@@ -227,7 +237,7 @@ class Controller:
             request_ids: `[rows]`.
             token_ids: `[rows, k]`.
             lengths: `[rows]`, how many drafts there are.
-            limits: `[rows]`, how many there could have been at most.
+            limits: `[rows]`, how many there could have been at most, and can be emitted.
             asking_seconds: what asking for them took.
             sources: `[rows]`, who drafted, where there are several.
             expected: `[rows, k]`, the proposer's own estimates of acceptance.
@@ -238,10 +248,14 @@ class Controller:
         if k == 0 or not self._rows:
             return np.zeros_like(lengths)
         (self._asking if self._asked_before else self._resuming).observe(self._rows, asking_seconds)
+        if not by_chance and not lengths.any():
+            return self._nothing_drafted(lengths)
         names = [self.proposer] * rows if sources is None else sources
         kinds = self.acceptance.kinds(self._slots, names, k, None if by_chance else expected)
         estimates = self.acceptance.estimate(self._slots, kinds, by_chance)
-        possible = limits if by_chance else lengths
+        if sources is not None:  # a row that no part drafts for has none, whatever others drew
+            limits = np.where(np.array([bool(name) for name in names]), limits, 0)
+        possible = limits if by_chance else np.minimum(lengths, limits)
         margin = PAUSED_MARGIN if self._paused else MARGIN
         choice = foreseen = choose(estimates, possible, self._rows, self._seconds, margin)
         if self._lapsed:
@@ -256,17 +270,24 @@ class Controller:
         self._drafts_per_request += GAIN_RATE * (float(chosen.sum()) / self._rows - self._drafts_per_request)
         return chosen
 
+    def _nothing_drafted(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What `lengths` comes to where there is nothing to choose from."""
+        plain = float(self._seconds(0)[0])
+        self._since_plain = 0
+        self.acceptance.keep_none(self._slots)
+        self._judge(Choice(lengths, self._rows, float(self._rows), plain, plain))
+        self._drafts_per_request -= GAIN_RATE * self._drafts_per_request
+        return lengths
+
     def end(self) -> None:
         """Drafting is done."""
+        self._begun = set()
         self._ended = self._clock()
 
     # -- figures -------------------------------------------------------------
 
     def _seconds(self, most_drafts: int) -> NDArray[np.float64]:
         return self.costs.seconds(self._rows, most_drafts)
-
-    def _plain_seconds(self) -> float:
-        return float(self._seconds(0)[0])
 
     # -- decisions -----------------------------------------------------------
 

@@ -19,6 +19,9 @@ Flags = NDArray[np.bool_]
 # Columns of `of_request[slot]`: tests, how many were accepted, how many would have been by the estimates for all requests.
 TESTS, ACCEPTED, FORESEEN = range(3)
 
+# Columns of `lately[source]`: the same of its last steps, and the variance that the third should have.
+FORESEEN_VARIANCE = 3
+
 # Columns of `tally[source]`: first drafts that were judged, all drafts that were, and how many of those were right.
 CHAINS, JUDGED, RIGHT = range(3)
 
@@ -59,8 +62,10 @@ def judge(
     of_request: Floats,
     table: tuple[Floats, Floats, Floats],
     tally: Ints,
+    lately: Floats,
     fade: float,
     request_fade: float,
+    step_fade: float,
 ) -> None:
     """Hold the drafts that are kept against what their requests committed.
 
@@ -78,13 +83,16 @@ def judge(
         of_request: `[slots, 3]`.
         table: tests, accepted and estimates of all cells, flat.
         tally: `[sources, 3]`.
+        lately: `[sources, 4]`.
         fade: what a test leaves of those before it in its cell.
         request_fade: the same in its request.
+        step_fade: what a step with tests of a source leaves of those before it in `lately`.
     """
     ids, cells, lengths, by_chance = drafts
     open_ids, open_cells, open_lengths, decided = pending
     tests, accepted, estimates = table
     of_source = max(len(tests) // max(len(tally), 1), 1)
+    faded = np.zeros(len(tally), dtype=np.bool_)
     for row in range(len(slots)):
         slot = slots[row]
         committed = tokens[offsets[row] : offsets[row + 1]]
@@ -110,6 +118,13 @@ def judge(
             of_request[slot, ACCEPTED] += hit
             of_request[slot, FORESEEN] += estimates[cell]
             source = cell // of_source
+            if not faded[source]:
+                lately[source] *= step_fade
+                faded[source] = True
+            lately[source, TESTS] += 1
+            lately[source, ACCEPTED] += hit
+            lately[source, FORESEEN] += estimates[cell]
+            lately[source, FORESEEN_VARIANCE] += estimates[cell] * (1 - estimates[cell])
             tally[source, CHAINS] += place == 0
             tally[source, JUDGED] += 1
             tally[source, RIGHT] += hit
@@ -159,7 +174,28 @@ def _logit(probability: float) -> float:
 
 
 @kernel
-def estimate(slots: Ints, cells: Ints, estimates: Floats, of_request: Floats, lean: float, highest: float) -> Floats:
+def turns(lately: Floats, doubt: float, lean: float) -> Floats:
+    """`[sources]`: by how much, in log odds, a source does better or worse of late than its estimates say, beyond chance.
+
+    Args:
+        lately: `[sources, 4]`.
+        doubt: standard deviations that are put down to chance.
+        lean: how many tests the estimates count for.
+    """
+    found = np.zeros(len(lately))
+    for source in range(len(lately)):
+        tests, accepted, foreseen, variance = lately[source]
+        beyond = abs(accepted - foreseen) - doubt * np.sqrt(variance)
+        if beyond > 0:
+            usual = foreseen / tests
+            found[source] = _logit(usual + np.sign(accepted - foreseen) * beyond / (tests + lean)) - _logit(usual)
+    return found
+
+
+@kernel
+def estimate(
+    slots: Ints, cells: Ints, estimates: Floats, of_request: Floats, of_source: Floats, lean: float, highest: float
+) -> Floats:
     """`[rows, k]`: how probably each draft is accepted once those before it are.
 
     A request that does better or worse than the estimates for all does so at every draft, in odds.
@@ -169,16 +205,20 @@ def estimate(slots: Ints, cells: Ints, estimates: Floats, of_request: Floats, le
         cells: `[rows, k]`.
         estimates: of all cells, flat.
         of_request: `[slots, 3]`.
+        of_source: `[sources]`, what is added to the log odds of each source's drafts.
         lean: how many tests of its own what all requests do counts for.
         highest: no draft is more certain.
     """
     found = np.empty(cells.shape)
+    per_source = max(len(estimates) // max(len(of_source), 1), 1)
     for row in range(len(slots)):
         tests, accepted, foreseen = of_request[slots[row]]
         shift = 0.0
         if tests > 0:
             usual = foreseen / tests
             shift = _logit((accepted + lean * usual) / (tests + lean)) - _logit(usual)
+        if cells.shape[1]:
+            shift += of_source[cells[row, 0] // per_source]
         for place in range(cells.shape[1]):
             found[row, place] = min(1 / (1 + np.exp(-_logit(estimates[cells[row, place]]) - shift)), highest)
     return found
@@ -206,4 +246,4 @@ def ranked(acceptance: Floats, lengths: Ints) -> tuple[Floats, Ints]:
     return gains[:count][order], owners[:count][order]
 
 
-KERNELS: tuple[Any, ...] = (judge, rates, estimate, ranked)
+KERNELS: tuple[Any, ...] = (judge, rates, turns, estimate, ranked)

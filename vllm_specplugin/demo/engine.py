@@ -27,7 +27,6 @@ class TimedRequest:
 
     counters: dict[str, Any]  # vLLM's totals before it
     seconds: float = 0.0  # spent on it so far, pauses between slices excluded
-    left_at: float = 0.0  # when the last slice ended
     stamps: list[float] = field(default_factory=list)  # `seconds` after each step that emitted tokens
     token_ids: list[int] = field(default_factory=list)
 
@@ -85,6 +84,7 @@ class Engine:
 
     def complete(self, prompt: list[int], **sampling: Any) -> Any:
         """Serve one greedy request to its end, untimed."""
+        STEP_CLOCK.resume()
         self.submit(prompt, **sampling)
         outputs: list[Any] = []
         while self.llm.llm_engine.has_unfinished_requests():
@@ -96,14 +96,14 @@ class Engine:
         self.timed = TimedRequest(spec_counters(self.llm))
         start = time.perf_counter()
         self.submit(self.prompts[prompt], max_tokens=max_tokens)
-        self.timed.left_at = time.perf_counter()
-        self.timed.seconds += self.timed.left_at - start
+        self.timed.seconds += time.perf_counter() - start
+        STEP_CLOCK.pause()
         return {}
 
     def advance(self, until: int) -> dict[str, Any]:
         """Step until the timed request has `until` output tokens, or ends. Only the steps count as its time."""
         engine, timed = self.llm.llm_engine, self.timed
-        STEP_CLOCK.leave_out(time.perf_counter() - timed.left_at)  # the other engine's: control shall not take it for a slow step
+        STEP_CLOCK.resume()  # what passed was the other engine's: control shall not take it for a slow step
         while engine.has_unfinished_requests() and len(timed.token_ids) < until:
             start = time.perf_counter()
             outputs = engine.step()
@@ -111,7 +111,7 @@ class Engine:
             for output in outputs:
                 timed.token_ids = list(output.outputs[0].token_ids)
                 timed.stamps.append(timed.seconds)
-        timed.left_at = time.perf_counter()
+        STEP_CLOCK.pause()
         return {"tokens": len(timed.token_ids), "finished": not engine.has_unfinished_requests()}
 
     def finish(self) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class Runtime:
         self._noise_keys: dict[str, int] = {}
         self._drafted: dict[str, int] = {}
         """How many drafts each request was given last, for a proposer that wants verdicts."""
+        self._ends: dict[str, int] = {}
+        """How many tokens each request can have by its own max_tokens, where control asked."""
 
     def _control(self, vllm_config: VllmConfig) -> Controller | None:
         config, capabilities = self.resolved.config, self.resolved.capabilities
@@ -182,6 +184,7 @@ class Runtime:
         gone = [request_id for request_id in request_ids if self._requests.pop(request_id, None) is not None]
         for request_id in gone:
             self._drafted.pop(request_id, None)
+            self._ends.pop(request_id, None)
             self._noise_keys.pop(request_id, None)
             self.drafted.drop(request_id)
         self.lapsed.difference_update(gone)
@@ -256,14 +259,8 @@ class Runtime:
             wanted[[request.request_id in self.lapsed for request in requests]] = 0
         return wanted
 
-    def verified(self, requests: Sequence[Request], tested: NDArray[np.int64], emitted: NDArray[np.int64]) -> None:
-        """Count what became of the drafts of one step.
-
-        Args:
-            requests: `[rows]`.
-            tested: `[rows]`, how many drafts the host verified.
-            emitted: `[rows]`, how many tokens each row emitted: the accepted drafts and one more; 0 where it emitted none.
-        """
+    def verified(self, tested: NDArray[np.int64]) -> None:
+        """How many drafts of each row `[rows]` the host verified in the pass that is over."""
         self._tested = tested
 
     # -- control ---------------------------------------------------------------
@@ -329,7 +326,7 @@ class Runtime:
             step.request_ids,
             checked.token_ids,
             checked.lengths,
-            step.limits,
+            np.minimum(step.limits, self._left(step)),
             seconds,
             checked.sources,
             checked.expected,
@@ -340,6 +337,24 @@ class Runtime:
             return checked
         token_ids = np.where(np.arange(step.k) < lengths[:, None], checked.token_ids, 0)
         return replace(checked, token_ids=token_ids, lengths=lengths)
+
+    def _left(self, step: Step) -> NDArray[np.int64]:
+        """`[rows]`: how many drafts can be emitted by each request's own max_tokens; verifying more pays for nothing.
+
+        What a request has before the first token that is seen of it is taken for its prompt: after a preemption that is more
+        than it was, and the figure too high, which does no harm.
+        """
+        left = np.full(len(step.requests), step.k)
+        counts = np.diff(step.committed_offsets)
+        for row, (request, count, length) in enumerate(zip(step.requests, counts.tolist(), step.lengths.tolist(), strict=True)):
+            most = getattr(request.sampling, "max_tokens", None)
+            if not count or most is None:
+                continue
+            end = self._ends.get(request.request_id)
+            if end is None or end < length:  # a session of several turns goes on past the end of one
+                end = self._ends[request.request_id] = length - count + most
+            left[row] = min(max(end - length - 1, 0), step.k)  # a pass over d drafts can emit d + 1 tokens
+        return left
 
     def observe(self, requests: Sequence[Request], tested: NDArray[np.int64], rows: Sequence[Sequence[int]]) -> None:
         """Tell the proposer what became of its drafts.

@@ -125,7 +125,7 @@ class _Hooks:
         sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata = states
         if spec_decode_metadata is not None:
             tested = np.asarray(spec_decode_metadata.num_draft_tokens, dtype=np.int64)
-            runtime.verified(requests, tested, counts)
+            runtime.verified(tested)
             if runtime.wants_verdicts:
                 runtime.observe(requests, tested, [tokens.tolist() for tokens in np.split(committed, np.cumsum(counts)[:-1])])
         hidden = aux = None

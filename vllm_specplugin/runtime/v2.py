@@ -135,7 +135,7 @@ class Drafting:
         committed = copied[:, 2:][np.arange(width) < counts[:, None]].astype(np.int32)
         if input_batch.num_draft_tokens_per_req is not None:
             tested = np.asarray(input_batch.num_draft_tokens_per_req[:rows], dtype=np.int64)
-            runtime.verified(requests, tested, counts)
+            runtime.verified(tested)
             if runtime.wants_verdicts:
                 runtime.observe(requests, tested, [row[2 : 2 + row[0]].tolist() for row in copied])
         hidden = aux = None
