@@ -121,9 +121,6 @@ class Guard:
         """How often each fault happened."""
         self.fallbacks: Counter[Fallback] = Counter()
         """How many rows decoded without drafts for each reason."""
-        self.seconds = 0.0
-        """Time that steps waited for the proposer, over `steps` steps."""
-        self.steps = 0
         self.switched_off = False
         self.wants_verdicts = type(proposer).observe is not Proposer.observe
         """The proposer learns from verdicts; where it does not, nobody needs to make them."""
@@ -149,7 +146,6 @@ class Guard:
         """The proposer's drafts for a step, checked; rows without drafts where it failed."""
         if self.switched_off or step.num_rows == 0:
             return self._without(Fallback.SWITCHED_OFF, step)
-        self.steps += 1
         if not self._plain:
             return self._ask(step)
         kept = [row for row, request in enumerate(step.requests) if request.request_id not in self._plain]
@@ -174,16 +170,22 @@ class Guard:
 
     def skip(self, request_ids: Sequence[str]) -> None:
         """The proposer does not see a step, so it must start afresh with the requests in it, unless it catches up."""
-        if not self.proposer.catches_up:
-            with self._lock:
-                self._to_forget.update(request_ids)
+        if self._hung or self.proposer.catches_up:
+            return
+        with self._lock:
+            self._to_forget.update(request_ids)
 
     def observe(self, verdict: Verdict) -> None:
-        """Hand the verdict on, unless the proposer has not kept up."""
-        late = self._worker is not None and self._worker.busy
-        if self.switched_off or late or not self.wants_verdicts:
+        """Hand the verdict on, unless the proposer has not kept up. It may take as long as a step's drafts."""
+        if self.switched_off or not self.wants_verdicts:
             return
-        self._caught("observe", lambda: self.proposer.observe(verdict))
+        if self._worker is None:
+            self._caught("observe", lambda: self.proposer.observe(verdict))
+        elif not self._worker.busy:
+            self._worker.run(lambda: self._caught("observe", lambda: self.proposer.observe(verdict)), self.budget_seconds)
+            if self._worker.busy:
+                budget = f"a budget of {self.budget_seconds * 1000:g} ms per step"
+                self._fault(Fault.LATE, f"taking over a verdict takes longer than {budget}; steps go on without it")
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop the state of requests that ended; at once, or as soon as the proposer is free."""
@@ -220,7 +222,6 @@ class Guard:
         else:
             drafts = self._worker.run(lambda: self._attempt(step), self.budget_seconds) or _empty(step)
         seconds = time.perf_counter() - started
-        self.seconds += seconds
         if seconds <= self.budget_seconds:
             return drafts
         budget = f"a budget of {self.budget_seconds * 1000:g} ms per step"

@@ -132,6 +132,29 @@ def known_requests(llm: Any) -> list[str]:
     return sorted(runtime(llm)._requests)
 
 
+def emitted_after_the_end(llm: Any, source: str, tokens: int) -> list[int]:
+    """How many passes emitted so many tokens, where the only one gave `tokens` to a request that the front end has ended."""
+    from types import SimpleNamespace
+
+    from vllm.v1.engine import EngineCoreOutput
+
+    from vllm_specplugin.counts import SequenceCounts, SourceCounts
+    from vllm_specplugin.runtime.frontend_metrics import KEY, attach_outputs
+
+    counts = SequenceCounts(1, tokens, [0, 1], {source: SourceCounts(1, 1, 1, 1, tokens)}, (source, tokens))
+    output = EngineCoreOutput("gone", list(range(tokens)), kv_transfer_params={KEY: counts.dump()})
+    totals = {"lengths": {source: {"emitted": [0] * tokens + [1]}}}
+
+    def nothing(*_: Any) -> None:
+        """What vLLM does with either is not looked at."""
+
+    processor: Any = SimpleNamespace(request_states={}, log_stats=True, process_outputs=nothing, update_scheduler_stats=nothing)
+    attach_outputs(processor)
+    processor.process_outputs([output])
+    processor.update_scheduler_stats(SimpleNamespace(kv_connector_stats={KEY: totals}))
+    return totals["lengths"][source]["emitted"]
+
+
 def counted_requests(llm: Any) -> list[str]:
     """The ids that the metrics still keep counts for."""
     hook = llm.llm_engine.engine_core.engine_core.scheduler.update_from_output.__self__

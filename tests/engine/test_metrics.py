@@ -38,6 +38,12 @@ def added(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 # -- where a request ends ----------------------------------------------------------------------------------
 
 
+def test_a_pass_that_is_on_its_way_when_its_request_ends(engines: SideBySide) -> None:
+    """At a stop string, which the front end finds: what it does not hand on was not emitted."""
+    engines.open(K)
+    assert engines.drafting.call("tests.engine.inside:emitted_after_the_end", "ngram", 3) == [1, 0, 0, 0]
+
+
 @pytest.mark.parametrize("end", ["eos", "stop_token", "stop_string", "max_tokens"])
 def test_an_end_inside_accepted_drafts(engines: SideBySide, end: str) -> None:
     """Case 7: of five drafts, all accepted, the third ends the request: three tokens are emitted, not six."""

@@ -309,7 +309,6 @@ def test_a_proposer_that_always_fails_is_switched_off(caplog: pytest.LogCaptureF
     for _ in range(MAX_FAILED_STEPS + 5):
         assert guard.propose(two_rows()).rows() == [[], []]
     assert guard.switched_off
-    assert guard.steps == MAX_FAILED_STEPS
     assert guard.fallbacks == {Fallback.FAILED: 2 * MAX_FAILED_STEPS, Fallback.SWITCHED_OFF: 2 * 5}  # two rows a step
     assert "switched off" in caplog.text
     assert "ValueError: broken" in caplog.text
@@ -550,6 +549,31 @@ def test_verdicts_and_forgetting_reach_the_proposer() -> None:
     assert sorted(proposer.forgotten) == ["a", "unknown"]
 
 
+def test_nobody_waits_for_a_proposer_that_learns_too_long() -> None:
+    """From a verdict; the next step goes on without it, too."""
+    guard, proposer = guard_of(lambda _: Drafts([[1], [2]]), budget_ms=20)
+    guard.propose(two_rows())
+    release = threading.Event()
+    observed: list[Verdict] = []
+
+    def observe(verdict: Verdict) -> None:
+        release.wait(30)
+        observed.append(verdict)
+
+    proposer.observe = observe  # type: ignore[method-assign]
+    verdict = Verdict(torch.tensor([1]), torch.tensor([[1, 2]]), torch.tensor([1]), ["a"])
+    began = time.perf_counter()
+    guard.observe(verdict)
+    assert time.perf_counter() - began < 5
+    assert guard.faults == {Fault.LATE: 1}
+    assert guard.propose(two_rows()).rows() == [[], []]
+    assert guard.fallbacks[Fallback.SKIPPED]
+    release.set()
+    guard._worker.wait(30)  # type: ignore[union-attr]
+    assert observed == [verdict]
+    assert guard.propose(two_rows()).rows() == [[1], [2]]
+
+
 def test_a_proposer_that_does_not_come_back_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is collected for it: ids of all requests to come would be."""
     monkeypatch.setattr(guard_module, "HUNG_SECONDS", 0.3)
@@ -569,6 +593,7 @@ def test_a_proposer_that_does_not_come_back_is_switched_off(monkeypatch: pytest.
     for number in range(100):
         guard.propose(step({str(number): [1]}))
         guard.forget([str(number)])
+        guard.skip([str(number)])  # as control does once it has paused drafting
     assert not guard._ended
     assert guard._to_forget <= {"a"}
     assert guard.fallbacks == {Fallback.LATE: 1, Fallback.SKIPPED: 1, Fallback.SWITCHED_OFF: 101}

@@ -152,12 +152,17 @@ class Talk:
         self.request = Request("a", **request)
         self.known, self.new, self.done = [1, 2, self.answer[0]], 1, 1
         self.guard = guarded(proposer)
+        self.cut_off: set[str] = set()
+        """Parts whose drafts nobody verifies."""
 
     def step(self) -> tuple[list[int], str]:
         """The drafts of one pass, and where from; then the target goes on with the answer."""
         checked = self.guard.propose(step({"a": self.known}, {"a": self.new}, k=K, requests={"a": self.request}))
         assert not self.guard.faults
+        assert checked.sources is not None
         drafts, coming = checked.rows()[0], self.answer[self.done :]
+        if checked.sources[0] in self.cut_off:
+            drafts = []
         accepted = 0
         while accepted < min(len(drafts), len(coming)) and drafts[accepted] == coming[accepted]:
             accepted += 1
@@ -167,7 +172,6 @@ class Talk:
         self.new = accepted + 1
         self.known += coming[: self.new]
         self.done += self.new
-        assert checked.sources is not None
         return drafts, checked.sources[0]
 
     def sources(self, passes: int) -> list[str]:
@@ -377,6 +381,14 @@ def test_a_part_that_draws_is_verified_now_and_then() -> None:
     chosen = [place for place, source in enumerate(sources) if source == "native"]
     assert 1 <= len(chosen) <= 2
     assert chosen[0] >= EXPLORE - 1
+
+
+def test_a_part_that_draws_is_not_forced_on_a_request_that_nobody_verifies_it_in() -> None:
+    """Control cuts its drafts off where they do not pay; those of the others would be lost in every pass."""
+    talk = Talk(hybrid("one", "native", sampling="probabilistic"), ANSWER * 2, temperature=1.0).let("one").let("native")
+    talk.cut_off = {"native"}
+    sources = talk.sources(4 * EXPLORE)
+    assert 1 <= sources.count("native") <= 4
 
 
 def test_drawn_drafts_that_are_cut_off_before_the_pass_teach_nothing() -> None:

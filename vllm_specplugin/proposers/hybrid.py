@@ -219,6 +219,8 @@ class HybridProposer(Proposer[HybridOptions]):
             counted = np.where(drafts.lengths > 0, limits, 0)
             if drafts.probabilities is not None:
                 counted *= taken | np.array([request.temperature == 0 for request in step.requests])
+            # Where control verifies none of them they stay unseen: the next try is as far off as the first was.
+            estimates.wait(part.index, slots[taken & unseen])
         else:
             value = estimates.value(part.index, slots, drafts.expected, counted)
             taken = value.worth > choice.worth

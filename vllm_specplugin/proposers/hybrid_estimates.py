@@ -84,6 +84,10 @@ class Estimates:
         """`[rows]`: for how many passes a part's drafts in a request have gone unseen."""
         return self._unseen[slots, part]
 
+    def wait(self, part: int, slots: Ints) -> None:
+        """Count those passes from here on."""
+        self._unseen[slots, part] = 0
+
     def value(self, part: int, slots: Ints, said: NDArray[np.floating] | None, counted: Ints) -> Value:
         """What drafts of a part promise, of which there are `counted` `[rows]`, given what it says of them, if anything."""
         rows = len(slots)

@@ -308,7 +308,6 @@ def draft(
     there were and at which NEXT. Writes `drafts` and `expected` [rows, k] and `counts` [rows].
     """
     mask, answer_size = len(answer_tokens) - 1, len(answer_words) // NODE_WORDS
-    ring[HEAD]
     text = np.empty(max_n + drafts.shape[1], dtype=np.int32)
     for slot in answer_slots:
         if slot >= 0:

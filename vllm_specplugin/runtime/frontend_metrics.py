@@ -82,6 +82,10 @@ def attach_outputs(processor: OutputProcessor) -> None:
 
     def process_outputs(engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
         counted = [_take(output) for output in engine_core_outputs if output.kv_transfer_params]
+        for output, _, counts, _ in filter(None, counted):
+            source, emitted = counts.last
+            if source and output.request_id not in processor.request_states and processor.log_stats:
+                surplus.add(source, emitted, emitted)  # of a pass that was on its way when its request ended at a stop string
         processed = stock_process(engine_core_outputs, *args, **kwargs)
         for output, tokens, counts, metrics in filter(None, counted):
             dropped = tokens - len(output.new_token_ids)  # vLLM cuts the list at the end of a stop string
