@@ -38,6 +38,11 @@ def ask(kind: str, name: str, question: str) -> Prompt:
     return Prompt(kind, name, (user(question),))
 
 
+def is_message(value: Any) -> bool:
+    """Whether it is an object with "role" and "content", both texts."""
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
 def numbered_lines(file: Path) -> list[tuple[int, str]]:
     """The lines of a UTF-8 file that are not empty, with their numbers from 1 on.
 
@@ -89,16 +94,26 @@ def _json_line(file: Path, number: int, line: str) -> Prompt:
         keys = ", ".join(map(str, entry)) or "none"
         raise SpecPluginError(f'{where} has the keys {keys}; expected either "prompt" (a string) or "messages" (a list)')
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not is_message(message):
             raise SpecPluginError(f'{where} has a message that is not {{"role": string, "content": string}}')
     return Prompt(kind, name, tuple({"role": m["role"], "content": m["content"]} for m in messages))
 
 
 def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """A prompt as token ids, through the model's chat template where it has one; `tokenizer` is a Hugging Face tokenizer."""
+    """A prompt as token ids, through the model's chat template where it has one; `tokenizer` is a Hugging Face tokenizer.
+
+    Raises:
+        SpecPluginError: the template refuses the messages, as some do a system message; the prompt is named.
+    """
     text = prompt.text
     if text is None and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+        from jinja2 import TemplateError  # only templates need it
+
+        try:
+            text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+        except (TemplateError, ValueError) as error:  # transformers' ValueError: several templates, and none by default
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            raise SpecPluginError(f"{prompt.name}: the model's chat template refuses these messages ({reason}).") from error
         return list(tokenizer.encode(text, add_special_tokens=False))
     if text is None:
         text = "\n\n".join(message["content"] for message in prompt.messages)

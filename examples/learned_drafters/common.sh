@@ -13,17 +13,22 @@ mkdir -p "$WORK"
 TARGET=${TARGET:-$(vllm-specplugin demo-model)}
 PROMPTS=${PROMPTS:-768}
 MINUTES=${MINUTES:-20}
+QUESTIONS=$WORK/prompts-$PROMPTS.jsonl
 ANSWERS=$WORK/answers-$PROMPTS.jsonl
 
 # What is there already is not made again: `distill` goes on with its file, and hidden states are cached.
-[ -f "$WORK/prompts-$PROMPTS.jsonl" ] || python "$here/prompts.py" --count "$PROMPTS" --out "$WORK/prompts-$PROMPTS.jsonl"
-vllm-specplugin distill --target "$TARGET" --data "$WORK/prompts-$PROMPTS.jsonl" --out "$ANSWERS" --max-tokens 192
+if [ ! -f "$QUESTIONS" ]; then
+  python "$here/prompts.py" --count "$PROMPTS" --out "$QUESTIONS.partial"
+  mv "$QUESTIONS.partial" "$QUESTIONS" # only now is it whole
+fi
+vllm-specplugin distill --target "$TARGET" --data "$QUESTIONS" --out "$ANSWERS" --max-tokens 192
 
-train() { # train FAMILY OPTIONS...: into $WORK/FAMILY, or on from where it was interrupted
+train() { # train FAMILY OPTIONS...: into $HEADS, a folder for each size of a run, or on from where it was interrupted
   family=$1
   shift
-  [ -f "$WORK/$family/model.safetensors" ] ||
-    vllm-specplugin train "$family" --target "$TARGET" --data "$ANSWERS" --out "$WORK/$family" --max-length 512 \
+  HEADS=$WORK/$family-$PROMPTS-$MINUTES
+  [ -f "$HEADS/model.safetensors" ] ||
+    vllm-specplugin train "$family" --target "$TARGET" --data "$ANSWERS" --out "$HEADS" --max-length 512 \
       --minutes "$MINUTES" --evaluations 4 "$@"
 }
 

@@ -9,4 +9,4 @@
 # Result: acceptance length 1.8 on code, 1.8 on JSON, 1.3 and 1.3 on documents and chat (docs/benchmarks/learned-drafters.md).
 source "$(dirname "$0")/common.sh"
 train eagle --ttt-steps 3 --loss-vocab-size 8192
-serve "$TARGET" "{\"proposer\": \"eagle\", \"model\": \"$WORK/eagle\", \"num_speculative_tokens\": 2, \"control\": \"adaptive\"}"
+serve "$TARGET" "{\"proposer\": \"eagle\", \"model\": \"$HEADS\", \"num_speculative_tokens\": 2, \"control\": \"adaptive\"}"

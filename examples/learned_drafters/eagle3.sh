@@ -9,4 +9,4 @@
 # Result: acceptance length 1.8 on code, 2.1 on JSON, 1.3 and 1.4 on documents and chat (docs/benchmarks/learned-drafters.md).
 source "$(dirname "$0")/common.sh"
 train eagle3 --ttt-steps 4 --draft-vocab-size 8192 --freeze-output
-serve "$TARGET" "{\"proposer\": \"eagle3\", \"model\": \"$WORK/eagle3\"}"
+serve "$TARGET" "{\"proposer\": \"eagle3\", \"model\": \"$HEADS\"}"

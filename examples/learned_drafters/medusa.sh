@@ -9,4 +9,4 @@
 # Result: acceptance length 1.5 on code, 2.0 on JSON, 1.2 and 1.3 on documents and chat (docs/benchmarks/learned-drafters.md).
 source "$(dirname "$0")/common.sh"
 train medusa --draft-vocab-size 8192 --batch-tokens 2048 --weight-decay 0.1
-serve "$TARGET" "{\"proposer\": \"medusa\", \"model\": \"$WORK/medusa\"}"
+serve "$TARGET" "{\"proposer\": \"medusa\", \"model\": \"$HEADS\"}"

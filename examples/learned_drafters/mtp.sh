@@ -9,4 +9,4 @@
 # Result: acceptance length 1.4 on code, 1.8 on JSON, 1.2 and 1.4 on documents and chat (docs/benchmarks/learned-drafters.md).
 source "$(dirname "$0")/common.sh"
 train mtp --depth 3 --loss-vocab-size 8192 --batch-tokens 1024
-serve "$WORK/mtp" '{"proposer": "mtp", "num_speculative_tokens": 2, "control": "adaptive"}'
+serve "$HEADS" '{"proposer": "mtp", "num_speculative_tokens": 2, "control": "adaptive"}'

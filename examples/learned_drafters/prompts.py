@@ -253,7 +253,7 @@ def main() -> None:
     with arguments.out.open("w", encoding="utf-8") as file:
         for prompt in prompts(arguments.count, arguments.seed):
             file.write(json.dumps(prompt) + "\n")
-    print(f"{arguments.count} prompts in {arguments.out}")
+    print(f"{arguments.count} prompts written")
 
 
 if __name__ == "__main__":

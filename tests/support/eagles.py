@@ -47,7 +47,7 @@ class Tiny:
     def frozen(self) -> FrozenTarget:
         config = json.loads((self.folder / "config.json").read_text())
         output, embedding = self.target.output.detach(), self.target.embedding.detach()
-        return FrozenTarget("tiny", self.folder, config, output=output, embedding=embedding)
+        return FrozenTarget("tiny", self.folder, config, output=output, embedding=embedding, num_layers=LAYERS)
 
     def prompts(self, number: int, seed: int) -> list[list[int]]:
         return np.random.default_rng(seed).integers(VOCAB, size=(number, PROMPT)).tolist()

@@ -62,6 +62,7 @@ def test_every_prompt_is_answered_at_every_temperature(tmp_path: Path, engines: 
     assert distill(plan(max_tokens=7, seed=3), out, progress=False) == Distilled(answers=4, tokens=6, skipped=2)
     header, *lines = [json.loads(line) for line in out.read_text().splitlines()]
     settings = {"target": "the-model", "max_tokens": 7, "temperatures": [0.0, 1.0], "seed": 3, "prompts": 3}
+    settings |= {"weights of --target": None, "--engine-args": {}}  # a model that is in no folder here
     assert len(header["distilled_with"].pop("contents of --data")) == 24
     assert header == {"distilled_with": settings}
     assert lines[0] == {"kind": "chat", "temperature": 0.0, "prompt_token_ids": [1, 2, 3], "token_ids": [3]}
@@ -107,6 +108,7 @@ def test_a_file_made_with_something_else_is_left_alone(tmp_path: Path, engines: 
     for changes, named in (
         ({"max_tokens": 9}, "max_tokens"),
         ({"target": "other"}, "target"),
+        ({"engine_args": {"quantization": "fp8"}}, "--engine-args"),
         ({"prompts": PROMPTS[:1]}, "prompts, contents of --data"),
         ({"prompts": PROMPTS[::-1]}, "contents of --data"),
     ):
@@ -114,14 +116,58 @@ def test_a_file_made_with_something_else_is_left_alone(tmp_path: Path, engines: 
             distill(plan(**changes), out, progress=False)
     first, *answers = before.splitlines(keepends=True)
     header = json.loads(first)
-    del header["distilled_with"]["contents of --data"]  # as the first release wrote it
+    for key in ("contents of --data", "weights of --target", "--engine-args"):  # which earlier releases did not write
+        del header["distilled_with"][key]
     out.write_text("".join([json.dumps(header) + "\n", *answers]))
-    distill(plan(), out, progress=False)
-    out.write_text("no JSON\n")
-    with pytest.raises(SpecPluginError, match="is no file of this command"):
-        distill(plan(), out, progress=False)
+    distill(plan(engine_args={"quantization": "fp8"}), out, progress=False)
     assert len(engines) == 1
     assert "token_ids" in before
+
+
+def test_a_target_that_was_trained_on_in_its_folder_is_another_one(tmp_path: Path, engines: list[FakeEngine]) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    (target / "model.safetensors").write_bytes(b"before")
+    out = tmp_path / "answers.jsonl"
+    first = distill(plan(target=str(target)), out, progress=False)
+    assert distill(plan(target=str(target)), out, progress=False) == first
+    (target / "model.safetensors").write_bytes(b"and after")
+    with pytest.raises(SpecPluginError, match="made with another weights of --target; name another file"):
+        distill(plan(target=str(target)), out, progress=False)
+    assert len(engines) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"a": 1}', b'{"a":1}\n{"b":2}', b"no JSON", b"no JSON\n", b"\xff\xfe", b"\xff\xfe\n", b"[1]\n5\n"],
+)
+def test_a_file_of_something_else_keeps_its_bytes(tmp_path: Path, engines: list[FakeEngine], content: bytes) -> None:
+    out = tmp_path / "answers.jsonl"
+    out.write_bytes(content)
+    with pytest.raises(SpecPluginError, match="exists and is no file of this command"):
+        distill(plan(), out, progress=False)
+    assert out.read_bytes() == content
+    assert not engines
+
+
+def test_only_a_file_that_is_gone_on_with_is_cut(tmp_path: Path, engines: list[FakeEngine]) -> None:
+    out = tmp_path / "answers.jsonl"
+    distill(plan(), out, progress=False)
+    whole = out.read_bytes()
+    for kept in (0, 20):  # interrupted within the header
+        out.write_bytes(whole[:kept])
+        distill(plan(), out, progress=False)
+        assert out.read_bytes() == whole
+    half_a_line, half_a_header = whole[:-5], whole[: whole.index(b"\n")]
+    for content, said in ((half_a_line, "made with another max_tokens"), (half_a_header, "is no file of this command")):
+        out.write_bytes(content)
+        with pytest.raises(SpecPluginError, match=said):
+            distill(plan(max_tokens=9), out, progress=False)
+        assert out.read_bytes() == content
+    out.write_bytes(whole + b"5\n")
+    with pytest.raises(SpecPluginError, match="no file of this command"):
+        distill(plan(), out, progress=False)
 
 
 def test_prompts_are_handed_over_whole(tmp_path: Path, engines: list[FakeEngine]) -> None:

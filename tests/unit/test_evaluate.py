@@ -21,7 +21,7 @@ from vllm_specplugin.train import evaluate as module
 from vllm_specplugin.train.evaluate import Excerpt, Plan, Request, evaluate, prompt_of, summarise
 from vllm_specplugin.train.evaluate_questions import Question, kind_of, read_questions
 from vllm_specplugin.train.evaluate_report import Evaluation, markdown, print_evaluation
-from vllm_specplugin.train.evaluate_statistics import CONFIDENCE, difference, ratio, share
+from vllm_specplugin.train.evaluate_statistics import CONFIDENCE, FEWEST_UNITS, difference, ratio, share
 
 # -- statistics --------------------------------------------------------------------------------------------
 
@@ -65,8 +65,22 @@ def test_a_paired_difference_forgets_what_both_have_in_common() -> None:
     assert found.settled
     apart = ratio(list(tokens * level), list(tokens))
     assert apart.high - apart.low > 10 * (found.high - found.low)
-    same = difference([1.0, 2.0], [1.0, 1.0], [1.0, 2.0], [1.0, 1.0])
+    same = difference([1.0, 2.0] * 3, [1.0] * 6, [1.0, 2.0] * 3, [1.0] * 6)
     assert (same.value, same.low, same.high, same.settled) == (0.0, 0.0, 0.0, False)
+
+
+def test_a_few_units_settle_nothing() -> None:
+    """However well they agree: the intervals of so few would have no width, or far too little of it."""
+    assert difference([2.0], [1], [1.9], [1]).settled is False
+    for units in range(1, FEWEST_UNITS + 2):
+        losses = [2.0 + 0.01 * unit for unit in range(units)]
+        found = difference(losses, [1.0] * units, [loss - 0.1 for loss in losses], [1.0] * units)
+        assert found.value == pytest.approx(0.1)
+        assert found.settled is (units >= FEWEST_UNITS)
+        assert (found.low is None, found.high is None) == (not found.settled, not found.settled)
+        perplexity = ratio(losses, [1.0] * units).map(math.exp)
+        assert (perplexity.low is None) is (units < FEWEST_UNITS)
+        assert perplexity.value == pytest.approx(math.exp(np.mean(losses)))
 
 
 def test_wilson() -> None:
@@ -89,7 +103,6 @@ def test_wilson() -> None:
 def test_units_without_trials_say_nothing_and_none_at_all_is_an_error() -> None:
     found = ratio([3.0, 0.0, 5.0], [1.0, 0.0, 1.0])
     assert (found.value, found.units) == (4.0, 2)
-    assert (ratio([3.0], [1.0]).low, ratio([3.0], [1.0]).high) == (3.0, 3.0)
     with pytest.raises(ValueError, match="no unit"):
         ratio([0.0], [0.0])
     with pytest.raises(ValueError, match="3 successes of 2"):
@@ -101,6 +114,8 @@ def test_units_without_trials_say_nothing_and_none_at_all_is_an_error() -> None:
 
 class Bytes:
     """A tokenizer: a token per byte."""
+
+    chat_template = "yes"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -140,6 +155,10 @@ def test_questions_are_read(tmp_path: Path) -> None:
         ('{"prompt": "a"}', '"answer" are expected'),
         ('{"answer": "a"}', '"answer" are expected'),
         ('{"prompt": "a", "messages": [], "answer": "b"}', '"answer" are expected'),
+        ('{"prompt": null, "answer": "b"}', '"prompt" is None; text is expected'),
+        ('{"messages": "a", "answer": "b"}', '"messages" is no list'),
+        ('{"messages": [], "answer": "b"}', '"messages" is no list'),
+        ('{"messages": [{"role": "user"}], "answer": "b"}', '"messages" is no list'),
         ('{"prompt": "a", "answer": 4}', '"answer" is 4; text is expected'),
         ('{"prompt": "a", "choices": ["b"], "answer": 0}', "at least two texts"),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "one of the choices"),
@@ -211,7 +230,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     return FakeEngine.made
 
 
-EXCERPTS = (Excerpt(tuple(range(10, 30)), 12), Excerpt(tuple(range(50, 60)), 0), Excerpt(tuple(range(70, 90)), 12))
+EXCERPTS = (Excerpt(tuple(range(10, 30)), 12), Excerpt(tuple(range(50, 60)), 0), Excerpt(tuple(range(70, 90)), 12)) * 2
 
 
 def plan_of(**changes: Any) -> Plan:
@@ -223,7 +242,7 @@ def plan_of(**changes: Any) -> Plan:
         "excerpts": EXCERPTS,
         "questions": [Question((1, 2), ((4, 6),), 0), Question((1, 2), ((5,),), 0)],
         "questions_file": "questions.jsonl",
-        "prompts": 2,
+        "prompts": 6,
         "max_tokens": 13,
     }
     return Plan(**(arguments | changes))
@@ -242,13 +261,13 @@ def test_everything_is_measured_on_the_right_engine(engines: list[FakeEngine], t
     assert all(engine.closed for engine in engines)
     assert plain.settings["engine_args"] == {"max_model_len": 20 + 13 + 32, "seed": 0}
     # A prompt up to the answer, or half a text; one to warm up, then both engines in turns, per temperature.
-    prompts = [list(range(10, 22)), list(range(50, 55))]
+    prompts = [list(range(10, 22)), list(range(50, 55)), list(range(70, 82))] * 2
     for engine in (plain, drafting):
         assert [one["prompt"] for one in engine.decoded] == [prompts[0], *prompts] * 2
-        assert [one["temperature"] for one in engine.decoded] == [0.0] * 3 + [1.0] * 3
+        assert [one["temperature"] for one in engine.decoded] == [0.0] * 7 + [1.0] * 7
     assert other.decoded == []
     target, with_drafts, against = report.main_head
-    assert report.scored_tokens == 8 + 9 + 8
+    assert report.scored_tokens == 2 * (8 + 9 + 8)
     assert (target.loss.value, with_drafts.loss.value, against.loss.value) == (2.0, 2.0, 1.5)
     assert target.perplexity.value == pytest.approx(math.exp(2.0))
     assert target.next_token.value == pytest.approx((4 + 4 + 4) / 25)
@@ -263,7 +282,7 @@ def test_everything_is_measured_on_the_right_engine(engines: list[FakeEngine], t
     assert greedy.length.value == 3.0  # 12 tokens after the first in 4 passes
     assert [position.value for position in greedy.by_position] == [0.75, 0.75, 0.5]
     assert greedy.speed_up == pytest.approx(3.0)
-    assert (greedy.length.units, greedy.drafts, greedy.tokens) == (2, 8, 24)
+    assert (greedy.length.units, greedy.drafts, greedy.tokens) == (6, 24, 72)
 
 
 def test_a_target_alone(engines: list[FakeEngine], tmp_path: Path) -> None:
@@ -334,11 +353,25 @@ def test_the_report_reads_back_and_says_what_it_rests_on(engines: list[FakeEngin
         assert "2.000 [2.000, 2.000]" in shown
         assert "3.00 [3.00, 3.00]" in shown
         assert "75% 75% 50%" in shown
-        assert "25 tokens of 3 texts in held_out.jsonl" in shown
+        assert "50 tokens of 6 texts in held_out.jsonl" in shown
         assert "2 questions whose answer greedy decoding gives word for word" in shown
-        assert "At temperature 0: 2 requests, 24 tokens, 8 drafts." in shown
+        assert "At temperature 0: 6 requests, 72 tokens, 24 drafts." in shown
         assert "target with drafts: its loss is not told apart from the target's" in shown
         assert "other: its loss is different from the target's (by -0.5000 [-0.5000, -0.5000]" in shown
+        assert "other: its downstream score is not told apart from the target's (by 0.0000 [-])." in shown
+        assert "[-]: fewer than 6 texts or questions, too few for an interval or a difference." in shown
+
+
+def test_a_report_on_a_few_texts_has_no_intervals(engines: list[FakeEngine], tmp_path: Path) -> None:
+    report = run(plan_of(excerpts=EXCERPTS[:5], questions=[]), tmp_path)
+    report.write_json(tmp_path / "evaluation.json")
+    assert Evaluation.model_validate_json((tmp_path / "evaluation.json").read_text()) == report
+    shown = markdown(report)
+    assert "| 2.000 [-] | 7.39 [-] |" in shown
+    assert "| 3.00 [-] |" in shown
+    assert "other: its loss is not told apart from the target's (by -0.5000 [-])." in shown
+    assert "[-]: fewer than 6 texts or questions" in shown
+    assert "different from" not in shown
 
 
 def write_model(folder: Path, **more: Any) -> Path:

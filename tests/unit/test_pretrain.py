@@ -118,6 +118,15 @@ def test_a_trunk_that_learns_with_parallel_heads(target: Path, data: Path, tmp_p
     assert not torch.equal(logits(target), logits(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("trunk", ["joint", "scratch"])
+def test_a_model_of_several_parts_does_not_learn(data: Path, tmp_path: Path, trunk: str) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"vocab_size": VOCAB}}))
+    with pytest.raises(ConfigError, match=f"config.json has no 'vocab_size'; --trunk {trunk} needs a Llama-like"):
+        train(folder, data, tmp_path / "out", trunk=trunk)
+
+
 def test_with_lambda_0_the_trunk_is_trained_as_without_heads(target: Path, data: Path, tmp_path: Path) -> None:
     """So the baseline of a comparison is the same command: neither the kind of the heads nor their number matters to it."""
     # Clipping takes the norm over all parameters, and another number of them rounds otherwise.

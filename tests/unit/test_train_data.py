@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiny import tiny_model
 from vllm_specplugin.errors import SpecPluginError
-from vllm_specplugin.prompt_files import load_prompts
+from vllm_specplugin.prompt_files import encode, load_prompts
 from vllm_specplugin.train.data import Example, read_examples
 from vllm_specplugin.train.evaluate_questions import read_questions
 from vllm_specplugin.validate.prompts import load_prompts as prompts_to_validate
@@ -78,6 +79,9 @@ def test_sequences_are_cut_and_those_without_an_answer_left_out(tmp_path: Path) 
     assert read_examples(file, None, 4) == [Example((1, 2, 3, 4), 3)]
 
 
+ASKED = {"role": "user", "content": "a"}
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [
@@ -87,7 +91,12 @@ def test_sequences_are_cut_and_those_without_an_answer_left_out(tmp_path: Path) 
         ({"token_ids": [1, -2]}, r'line 1: "token_ids" is no list of token ids'),
         ({"prompt_token_ids": 7, "token_ids": [1]}, r'line 1: "prompt_token_ids" is no list of token ids'),
         ({"prompt": "a question"}, r"has the keys prompt; .* `vllm-specplugin distill` first"),
-        ({"messages": [{"role": "user", "content": "a"}]}, r"has the keys messages; .*end with an answer"),
+        ({"messages": [ASKED]}, r"has the keys messages; .*end with an answer"),
+        ({"messages": [ASKED, {"role": "assistant", "content": None}]}, r"line 1 has a message that is not \{\"role\": string"),
+        ({"messages": [ASKED, {"role": "assistant", "content": ["b"]}]}, r"line 1 has a message that is not"),
+        ({"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}, r"line 1 has a message that is not"),
+        ({"messages": ["a", {"role": "assistant", "content": "b"}]}, r"line 1 has a message that is not"),
+        ({"messages": [ASKED, ASKED]}, r"line 1: the last message is of the role 'user'; an answer, of 'assistant', is"),
         ({"text": "abc"}, r"line 1 holds text, but the target has no tokenizer"),
         ({"token_ids": []}, r"none of its 1 sequences has a token to predict within 50"),
     ],
@@ -97,6 +106,42 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, what: str) -> None:
         read_examples(written(tmp_path, line), None, 50)
     assert "\n" not in str(caught.value)
     assert "data.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{{ messages[0].missing.more }}", "'dict object' has no attribute 'missing'"),
+        ({"one": "a", "two": "b"}, "This model has multiple chat templates with no default specified"),
+    ],
+)
+def test_messages_that_a_chat_template_refuses(tmp_path: Path, template: Any, why: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    tokenizer.chat_template = template
+    answered = written(tmp_path, {"messages": [ASKED, {"role": "assistant", "content": "b"}]})
+    asked = written(tmp_path, {"messages": [ASKED], "answer": "b"}, name="asked.jsonl")
+    said = rf"line 1: the model's chat template refuses these messages \({why}"
+    for read in (
+        lambda: read_examples(answered, tokenizer, 50),
+        lambda: read_questions(asked, tokenizer, 50),
+        lambda: encode(load_prompts(asked)[0], tokenizer),
+    ):
+        with pytest.raises(SpecPluginError, match=said):
+            read()
+
+
+def test_messages_without_a_chat_template_are_joined(tmp_path: Path) -> None:
+    class Plain(Letters):
+        chat_template = None  # type: ignore[assignment]
+
+    file = written(tmp_path, {"messages": [ASKED, ASKED, {"role": "assistant", "content": "b"}], "answer": "b"})
+    (example,) = read_examples(file, Plain(), 100)
+    assert example == Example((1, *letters("a\n\na"), *letters("b"), 0), 5)
+    (question,) = read_questions(file, Plain(), 100)
+    assert question.prompt == (1, *letters("a\n\na\n\nb"))
 
 
 SEPARATORS = "a\u2028b\u2029c\x85d\x0ce"

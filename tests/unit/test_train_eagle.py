@@ -145,7 +145,7 @@ def test_the_loss_is_its_definition(
     total = wanted["entropy"]
     if isinstance(objective, EagleObjective):
         total = objective.token_weight * total + objective.feature_weight * wanted["features"]
-    losses = objective.loss(few)
+    losses = objective.train().loss(few)
     assert 0 < losses.right[1] < losses.tested[1]
     torch.testing.assert_close(losses.total, total, rtol=TOLERANCE, atol=0)
     # All parameters learn, and by the same gradient.
@@ -203,13 +203,30 @@ def test_chains_can_end_where_serving_would(tiny: Tiny, batch: Batch, family: st
     every, accepted = (tiny.objective(family, batch, chains=chains, **FAMILIES[family]) for chains in ("all", "accepted"))
     fit(every, batch, steps=10)
     accepted.load_state_dict(every.state_dict())
-    one, other = every.loss(batch), accepted.eval().loss(batch)
+    one, other = every.loss(batch), accepted.train().loss(batch)
     assert torch.equal(one.right, other.right)
     assert torch.equal(one.tested, other.tested)
     # Soft labels have entropy, so each place that is left out was worth something.
     assert other.total < one.total
     every.ttt_steps = accepted.ttt_steps = 1
     assert torch.equal(every.loss(batch).total, accepted.loss(batch).total)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_held_out_losses_compare(tiny: Tiny, batch: Batch, family: str) -> None:
+    """With each other as the head gets better, and goes on to more drafts, and with those of `--chains all`."""
+    every, accepted = (tiny.objective(family, batch, chains=chains, **FAMILIES[family]) for chains in ("all", "accepted"))
+    found = []
+    for steps in (5, 35):
+        fit(accepted, batch, steps)
+        every.load_state_dict(accepted.state_dict())
+        losses, other = accepted.loss(batch), every.eval().loss(batch)
+        assert torch.equal(losses.total, other.total)
+        assert all(torch.equal(part, other.parts[name]) for name, part in losses.parts.items())
+        found.append(losses)
+    worse, better = found
+    assert bool((better.right > worse.right).all())
+    assert better.total < worse.total
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -290,7 +307,7 @@ def test_a_language_model_among_other_parts_is_found(tiny: Tiny, batch: Batch, t
 
 
 def test_eagle3_needs_three_layers_to_fuse(tiny: Tiny, batch: Batch) -> None:
-    shallow = replace(tiny.frozen, config={**tiny.frozen.config, "num_hidden_layers": LAYERS - 1})
+    shallow = replace(tiny.frozen, num_layers=LAYERS - 1)
     with pytest.raises(ConfigError, match="has 6 layers; EAGLE-3 reads three different ones, which takes 7"):
         Eagle3Objective.build(tiny.options("eagle3"), replace(tiny.setting(batch), target=shallow))
 

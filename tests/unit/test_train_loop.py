@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -117,11 +118,19 @@ RUNS: Mapping[str, tuple[type[TrainOptions], Callable[..., Outcome], Mapping[str
 """Kinds of runs: stored states or a trunk that learns, with and without chance in a step, constant and changing weights."""
 
 
+def with_dropout(folder: Path) -> Path:
+    """A target whose attention drops half of its weights, where it learns."""
+    # Attention heads that together are as wide as the states, as the layout of MTP layers wants them.
+    shutil.copytree(tiny.tiny_model(vocab_size=training.VOCAB_SIZE, heads=2, kv_heads=1), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    return folder
+
+
 @pytest.mark.parametrize("kind", RUNS)
 def test_an_interrupted_run_ends_as_if_it_had_not_been(folder: Path, tmp_path: Path, kind: str) -> None:
     model, run, own = RUNS[kind]
-    # Attention heads that together are as wide as the states, as the layout of MTP layers wants them.
-    target = tiny.tiny_model(vocab_size=training.VOCAB_SIZE, heads=2, kv_heads=1)
+    target = with_dropout(tmp_path / "target")
     said = {"target": str(target), "steps": STEPS, "batch_tokens": 200, "evaluations": 3, "accumulate": 2, "clip": 0.5, **own}
 
     def options(out: str = "out", **more: Any) -> TrainOptions:
@@ -179,6 +188,22 @@ def test_evaluation_changes_nothing(options: Callable[..., MedusaOptions], tmp_p
     assert training.same_tensors(weights(often), weights(never))
 
 
+def test_a_trunk_drops_out_from_the_first_step_on(folder: Path, tmp_path: Path) -> None:
+    """And not only from the first evaluation on, behind which an objective is set to train again."""
+    dropping = with_dropout(tmp_path / "target")
+    whole = tiny.tiny_model(vocab_size=training.VOCAB_SIZE, heads=2, kv_heads=1)
+
+    def run(target: Path, evaluations: int) -> dict[str, torch.Tensor]:
+        out = tmp_path / f"{target.name}-{evaluations}"
+        said = {"target": str(target), "out": out, "trunk": "joint", "depth": 3, "steps": 3, "batch_tokens": 200}
+        options = training.run_options(MTPOptions, folder, **said, evaluations=evaluations)
+        return weights(train_mtp(options, screen=training.silent()))
+
+    never = run(dropping, 0)
+    assert training.same_tensors(never, run(dropping, 3))
+    assert not training.same_tensors(never, run(whole, 0))
+
+
 def test_another_seed_is_another_run(options: Callable[..., MedusaOptions], tmp_path: Path) -> None:
     one, other = (train(options(seed=seed, out=tmp_path / str(seed))) for seed in (0, 1))
     assert not training.same_tensors(weights(one), weights(other))
@@ -209,6 +234,13 @@ def test_a_folder_with_something_else_is_left_alone(options: Callable[..., Medus
         train(options(fresh=True))
     with pytest.raises(SpecPluginError, match="which is a file"):
         train(options(out=out / "thesis.tex"))
+
+
+def test_a_folder_that_cannot_be_made_is_said(options: Callable[..., MedusaOptions], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    with pytest.raises(SpecPluginError, match=r"'--out' is '.*out', which cannot be written \(Not a directory\); name another"):
+        train(options(out=out))
 
 
 def test_a_damaged_state_is_said(options: Callable[..., MedusaOptions]) -> None:

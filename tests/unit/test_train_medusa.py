@@ -26,7 +26,7 @@ HIDDEN, VOCAB, DEPTH = 16, 20, 3
 def setting(counts: torch.Tensor | None = None) -> Setting:
     torch.manual_seed(5)
     matrix = torch.randn(VOCAB, HIDDEN)
-    target = FrozenTarget("toy", Path("toy"), {"num_hidden_layers": 8}, matrix, matrix)
+    target = FrozenTarget("toy", Path("toy"), {}, matrix, matrix, num_layers=8)
     return Setting(target, torch.ones(VOCAB, dtype=torch.int64) if counts is None else counts, torch.float32)
 
 

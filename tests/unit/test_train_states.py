@@ -15,7 +15,13 @@ import torch
 
 from tests.support import training
 from vllm_specplugin.errors import ConfigError, SpecPluginError
+from vllm_specplugin.heads import checkpoint
 from vllm_specplugin.train import states, target
+from vllm_specplugin.train.eagle import EagleObjective
+from vllm_specplugin.train.eagle3 import Eagle3Objective
+from vllm_specplugin.train.medusa import MedusaObjective
+from vllm_specplugin.train.options import Eagle3Options, EagleOptions
+from vllm_specplugin.train.run import train_heads
 from vllm_specplugin.train.states import StatesSource, cached_states
 from vllm_specplugin.train.target import TargetModel, most_frequent
 from vllm_specplugin.train.trunk import Trunk
@@ -200,6 +206,21 @@ def test_logits_that_are_scaled_or_capped(model: TargetModel, monkeypatch: pytes
                 Trunk(model.module)
     finally:
         hook.remove()
+
+
+def test_a_target_whose_configuration_has_other_names(tmp_path: Path) -> None:
+    """GPT-2 says `n_layer`. Its states are enough for Medusa, while it has no Llama's layer to size EAGLE's heads by."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": training.VOCAB_SIZE, "n_positions": 64, "n_embd": 32, "n_layer": training.LAYERS, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path / "target")
+    said = {"target": str(tmp_path / "target"), "steps": 2}
+    assert TargetModel(said["target"], torch.float32, CPU).frozen.num_layers == training.LAYERS
+    heads = train_heads(training.medusa_options(tmp_path, **said), MedusaObjective.build, training.silent())
+    assert checkpoint.inspect(str(heads.folder)).family == "medusa"
+    for options, objective in ((EagleOptions, EagleObjective), (Eagle3Options, Eagle3Objective)):
+        with pytest.raises(ConfigError, match=r"^the target's configuration has no 'hidden_size'.*no Llama-like decoder layer"):
+            train_heads(training.run_options(options, tmp_path, **said), objective.build, training.silent())
 
 
 def test_the_most_frequent_tokens() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.errors import SpecPluginError
-from vllm_specplugin.prompt_files import Prompt, encode, lines_in
+from vllm_specplugin.prompt_files import Prompt, encode, is_message, lines_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _json_line(where: str, line: str, tokenizer: Any) -> Example | None:
     if isinstance(entry.get("text"), str):
         return _whole(entry["text"], tokenizer, where, kind)
     messages = entry.get("messages")
-    if isinstance(messages, list) and len(messages) > 1 and all(isinstance(message, dict) for message in messages):
+    if isinstance(messages, list) and len(messages) > 1:
         return _conversation(messages, tokenizer, where, kind)
     raise SpecPluginError(
         f'{where} has the keys {", ".join(map(str, entry)) or "none"}; expected "token_ids" (and "prompt_token_ids"), "text", or '
@@ -86,10 +86,14 @@ def _whole(text: str, tokenizer: Any, where: str, kind: str = "") -> Example:
     return Example(tuple(_tokenizer(tokenizer, where).encode(text)), 0, kind)
 
 
-def _conversation(messages: list[dict[str, Any]], tokenizer: Any, where: str, kind: str) -> Example:
+def _conversation(messages: list[Any], tokenizer: Any, where: str, kind: str) -> Example:
     """The last message is the answer, the others with the chat template around them the prompt."""
+    if not all(is_message(message) for message in messages):
+        raise SpecPluginError(f'{where} has a message that is not {{"role": string, "content": string}}.')
+    if (role := messages[-1]["role"]) != "assistant":
+        raise SpecPluginError(f"{where}: the last message is of the role {role!r}; an answer, of 'assistant', is expected.")
     prompt = encode(Prompt(kind, where, tuple(messages[:-1])), _tokenizer(tokenizer, where))
-    answer = tokenizer.encode(str(messages[-1].get("content", "")), add_special_tokens=False)
+    answer = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return Example((*prompt, *answer, *end), len(prompt), kind)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 
 from vllm_specplugin.engine_process import EngineProcess
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.heads.files import weights_identity
 from vllm_specplugin.progress import progress_bars
 from vllm_specplugin.prompt_files import Prompt
 
@@ -24,6 +26,10 @@ SLICE = 256
 
 DIGEST = "contents of --data"
 """The key of the header under which the prompts' hash stands."""
+WEIGHTS, ENGINE_ARGS = "weights of --target", "--engine-args"
+"""Likewise, what tells a model's weights from others of its name (None for one from the hub), and the engine's arguments."""
+LATER_KEYS = (DIGEST, WEIGHTS, ENGINE_ARGS)
+"""Which files of earlier releases lack: what is not said there is not compared."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,15 @@ class DistillPlan:
 
     def settings(self) -> dict[str, Any]:
         """What an answer depends on beside its prompt; a file that was begun with other settings is not continued."""
-        return {"target": self.target, "max_tokens": self.max_tokens, "temperatures": list(self.temperatures), "seed": self.seed}
+        folder = Path(self.target).expanduser()
+        return {
+            "target": self.target,
+            WEIGHTS: weights_identity(folder)[:24] if folder.exists() else None,
+            "max_tokens": self.max_tokens,
+            "temperatures": list(self.temperatures),
+            "seed": self.seed,
+            ENGINE_ARGS: dict(self.engine_args),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +77,8 @@ def distill(plan: DistillPlan, out: Path, progress: bool = True) -> Distilled:
         SpecPluginError: the file was made with other settings or prompts, or the engine failed.
     """
     jobs = [(prompt, temperature) for temperature in plan.temperatures for prompt in range(len(plan.prompts))]
-    done = _done(out, plan)
+    header = _header(plan)
+    done = _done(out, header)
     todo = jobs[len(done) :]
     skipped = done.count(None)
     answers, tokens = len(done) - skipped, sum(count for count in done if count)
@@ -74,7 +89,7 @@ def distill(plan: DistillPlan, out: Path, progress: bool = True) -> Distilled:
             progress_bars(progress) as bars,
         ):
             if not done:
-                _write(file, _header(plan))
+                _write(file, header)
             task = bars.add_task(f"{plan.target} answers", total=len(jobs), completed=len(done))
             for line in _answers(engine, plan, todo):
                 _write(file, line)
@@ -115,28 +130,39 @@ def _header(plan: DistillPlan) -> dict[str, Any]:
     return {"distilled_with": {**plan.settings(), **of_prompts}}
 
 
-def _done(out: Path, plan: DistillPlan) -> list[int | None]:
-    """The number of tokens of each answer that the file holds already, None for a prompt that was skipped."""
+def _done(out: Path, header: Mapping[str, Any]) -> list[int | None]:
+    """The number of tokens of each answer that the file holds already, None for a prompt that was skipped.
+
+    What an interrupted run left of a line is cut off, but only where the file is known to be this command's.
+    """
     if not out.exists():
         return []
-    *lines, half = out.read_text(encoding="utf-8").split("\n")
-    if half:  # written when the run was interrupted
-        out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    if not lines:
-        return []
-    try:
-        header, *entries = [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
-        raise SpecPluginError(f"--out {out} exists and is no file of this command ({error.msg}); name another one.") from error
-    made_with, wanted = header.get("distilled_with") if isinstance(header, dict) else None, _header(plan)["distilled_with"]
-    if isinstance(made_with, dict):  # the first release that wrote such files did not note which prompts they were
-        made_with = {DIGEST: wanted[DIGEST], **made_with}
-    if made_with != wanted:
-        differs = [key for key in wanted if not isinstance(made_with, dict) or made_with.get(key) != wanted[key]]
+    content = out.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    done: list[int | None] = []
+    if whole or not json.dumps(header).encode().startswith(content):  # else nothing is there yet but a part of the header
+        try:
+            first, *rest = whole.decode().split("\n")[:-1] or [""]
+            _check_header(out, json.loads(first), json.loads(json.dumps(header)))
+            done = [len(entry["token_ids"]) if "token_ids" in entry else None for entry in map(json.loads, rest)]
+        except (ValueError, TypeError) as error:
+            raise SpecPluginError(f"--out {out} exists and is no file of this command ({error}); name another one.") from error
+    if len(whole) < len(content):
+        os.truncate(out, len(whole))
+    return done
+
+
+def _check_header(out: Path, found: Any, header: Mapping[str, Any]) -> None:
+    """Refuse a file that was made with something else, or by something else."""
+    made_with, wanted = found.get("distilled_with") if isinstance(found, dict) else None, header["distilled_with"]
+    if not isinstance(made_with, dict):
+        raise ValueError("its first line does not say what it was made with")
+    made_with = {**{key: wanted[key] for key in LATER_KEYS}, **made_with}
+    differs = [key for key in {**wanted, **made_with} if made_with.get(key) != wanted.get(key)]
+    if differs:
         raise SpecPluginError(
             f"--out {out} exists and was made with another {', '.join(differs)}; name another file, or remove this one."
         )
-    return [len(entry["token_ids"]) if "token_ids" in entry else None for entry in entries]
 
 
 def _write(file: TextIO, line: Mapping[str, Any]) -> None:

@@ -6,8 +6,8 @@ A line of the file is one of
 - `{"prompt": ..., "choices": [...], "answer": ...}`: right where the answer (one of the choices, or its number from 0) has the
   highest log-probability per token of all choices, the usual score of multiple choice.
 
-The prompt is text, or `"messages"` for the chat template. Spaces belong to the text: an answer that follows a word usually
-starts with one.
+The prompt is text, or `"messages"` for the chat template, where there is one. Spaces belong to the text: an answer that follows
+a word usually starts with one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.errors import ConfigError
-from vllm_specplugin.prompt_files import numbered_lines
+from vllm_specplugin.prompt_files import Prompt, encode, is_message, numbered_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def read_questions(path: Path, tokenizer: Any, max_length: int) -> list[Question
     """The questions of a JSONL file.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no question; it is named.
+        SpecPluginError: the file cannot be read, a line is no question, or the chat template refuses it; it is named.
     """
     try:
         numbered = numbered_lines(path)
@@ -77,7 +77,7 @@ def _question(where: str, line: str, tokenizer: Any, max_length: int) -> Questio
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry) or "answer" not in entry:
         raise ConfigError(f'{where}: "prompt" (or "messages") and "answer" are expected, "choices" may be there.')
     choices, answer = _choices(where, entry)
-    prompt = _encode_prompt(entry, tokenizer)
+    prompt = _encode_prompt(where, entry, tokenizer)
     encoded = tuple(tuple(tokenizer.encode(choice, add_special_tokens=False)) for choice in choices)
     if not prompt or not all(encoded):
         raise ConfigError(f"{where}: the prompt or a choice is empty.")
@@ -102,8 +102,12 @@ def _choices(where: str, entry: dict[str, Any]) -> tuple[list[str], int]:
     raise ConfigError(f'{where}: "answer" is {answer!r}; one of the choices is expected, or its number from 0.')
 
 
-def _encode_prompt(entry: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    if "prompt" in entry:
-        return tuple(tokenizer.encode(str(entry["prompt"])))
-    text = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+def _encode_prompt(where: str, entry: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    if "messages" in entry:
+        messages = entry["messages"]
+        if not isinstance(messages, list) or not messages or not all(is_message(message) for message in messages):
+            raise ConfigError(f'{where}: "messages" is no list of {{"role": string, "content": string}}.')
+        return tuple(encode(Prompt("", where, tuple(messages)), tokenizer))
+    if not isinstance(entry["prompt"], str):
+        raise ConfigError(f'{where}: "prompt" is {entry["prompt"]!r}; text is expected.')
+    return tuple(tokenizer.encode(entry["prompt"]))

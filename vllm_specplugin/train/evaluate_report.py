@@ -13,9 +13,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vllm_specplugin.train.evaluate_statistics import Estimate
+from vllm_specplugin.train.evaluate_statistics import FEWEST_UNITS, Estimate
 
 VERSION: Literal[1] = 1
+NO_INTERVAL = "[-]"
 
 
 class _Frozen(BaseModel):
@@ -90,11 +91,12 @@ class Evaluation(_Frozen):
 
 
 def with_interval(estimate: Estimate | None, digits: int = 3, scale: float = 1.0, unit: str = "") -> str:
-    """`1.234 [1.200, 1.268]`; a dash for what was not measured."""
+    """`1.234 [1.200, 1.268]`; a dash for what was not measured, or rests on too little for an interval."""
     if estimate is None:
         return "-"
-    value, low, high = (f"{number * scale:.{digits}f}{unit}" for number in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low}, {high}]"
+    numbers = (number for number in (estimate.value, estimate.low, estimate.high) if number is not None)
+    value, *bounds = (f"{number * scale:.{digits}f}{unit}" for number in numbers)
+    return f"{value} [{', '.join(bounds)}]" if bounds else f"{value} {NO_INTERVAL}"
 
 
 def main_head_rows(report: Evaluation) -> tuple[list[str], list[list[str]]]:
@@ -145,6 +147,9 @@ def notes(report: Evaluation) -> list[str]:
         lines.append(f"At temperature {part.temperature:g}: {served}.")
     for other in report.main_head[1:]:
         lines.extend(_comparison(other, report.main_head[0].name))
+    cells = [cell for _, rows in _filled(report) for row in rows for cell in row]
+    if any(NO_INTERVAL in shown for shown in (*cells, *lines)):
+        lines.append(f"{NO_INTERVAL}: fewer than {FEWEST_UNITS} texts or questions, too few for an interval or a difference.")
     return lines
 
 

@@ -11,30 +11,34 @@ from pydantic import BaseModel, ConfigDict
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+FEWEST_UNITS = 6
+"""For an interval by resampling: if all of 5 units agree, chance alone may do that in 6 % of cases (2 / 2^5), of 6 in 3 %."""
 _NORMAL_QUANTILE = 1.959963984540054
 """Of `CONFIDENCE`, both sides."""
 
 
 class Estimate(BaseModel):
-    """A figure with its 95 % confidence interval."""
+    """A figure with its 95 % confidence interval, which it has none of where it rests on too few units (`FEWEST_UNITS`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     units: int
     """Independent pieces that it rests on: texts, or questions."""
 
     def map(self, function: Callable[[float], float]) -> Estimate:
         """The estimate of a monotonous function of it."""
+        if self.low is None or self.high is None:
+            return self.model_copy(update={"value": function(self.value)})
         low, high = sorted((function(self.low), function(self.high)))
         return Estimate(value=function(self.value), low=low, high=high, units=self.units)
 
     @property
     def settled(self) -> bool:
-        """Of a difference: whether the interval leaves out zero."""
-        return self.low > 0 or self.high < 0
+        """Of a difference: whether there is an interval, and it leaves out zero."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Estimate:
@@ -95,6 +99,8 @@ def _ratios(above: NDArray[np.float64], below: NDArray[np.float64], picks: NDArr
 
 
 def _estimate(value: float, resampled: NDArray[np.float64], units: int) -> Estimate:
+    if units < FEWEST_UNITS:
+        return Estimate(value=float(value), low=None, high=None, units=units)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail])
     return Estimate(value=float(value), low=float(low), high=float(high), units=units)

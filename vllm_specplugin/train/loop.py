@@ -48,6 +48,7 @@ class Loop:
         self.options, self.device, self.screen = options, device, screen
         self.lengths = train.lengths
         self.optimizer = _optimizer(objective, options)
+        self.objective.train()  # a trunk comes as transformers loads it, set to evaluate: without dropout
         self.progress = load_state(options.out, objective, self.optimizer)
         self.steps = self._steps()
         self._plan: tuple[int, list[list[int]]] = (-1, [])

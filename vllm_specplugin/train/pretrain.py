@@ -154,6 +154,11 @@ def train_joint(options: MTPOptions, screen: Screen | None = None) -> Outcome:
     require_libraries()
     folder = model_folder(options.target)
     config = read_json(folder / "config.json")
+    if "vocab_size" not in config:  # a model of several parts has it one level down
+        raise ConfigError(
+            f"'--target' is '{options.target}', whose config.json has no 'vocab_size'; --trunk {options.trunk} needs a "
+            "Llama-like language model by itself."
+        )
     examples = read_examples(options.data, load_tokenizer(folder), options.max_length)
     check_tokens(examples, int(config["vocab_size"]), options)
     torch.manual_seed(options.seed)  # trunk first, heads after it: with other heads the trunk starts the same

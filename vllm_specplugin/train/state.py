@@ -50,6 +50,14 @@ def open_run(folder: Path, about: Mapping[str, Any], fresh: bool) -> None:
         SpecPluginError: another run, a finished one or foreign files lie there, and `fresh` does not say to drop them.
     """
     described: dict[str, Any] = json.loads(json.dumps(about, default=str))
+    try:
+        _claim(folder, described, fresh)
+    except OSError as error:
+        reason = error.strerror
+        raise SpecPluginError(f"'--out' is '{folder}', which cannot be written ({reason}); name another folder.") from error
+
+
+def _claim(folder: Path, described: Mapping[str, Any], fresh: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise SpecPluginError(f"'--out' is '{folder}', which is a file; name a folder.")
     if (folder / RUN).is_file() and not fresh:

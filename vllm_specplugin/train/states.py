@@ -108,9 +108,10 @@ def cached_states(
     """
     frozen, tokens = target.frozen, token_source(examples)
     folder = cache_root(root) / "states" / _key(target, examples, dtype)
-    layers = "-".join(map(str, frozen.aux_layers))
+    layers = frozen.aux_layers if aux else ()
+    name = f"inputs-of-{'-'.join(map(str, layers))}.bin"
     hidden = StateFile(folder / "last.bin", frozen.hidden_size, dtype)
-    fused = StateFile(folder / f"inputs-of-{layers}.bin", len(frozen.aux_layers) * frozen.hidden_size, dtype) if aux else None
+    fused = StateFile(folder / name, len(layers) * frozen.hidden_size, dtype) if aux else None
     total = int(tokens.lengths.sum())
     missing = [file for file in (hidden, fused) if file is not None and not file.is_whole(total)]
     if missing:

@@ -33,6 +33,8 @@ class FrozenTarget:
     """`[vocab, hidden]`: logits are `states @ output.T`."""
     embedding: torch.Tensor
     """`[vocab, hidden]`"""
+    num_layers: int
+    """Of the language model. Its config.json may have another name for it, as GPT-2's has."""
 
     @property
     def vocab_size(self) -> int:
@@ -41,10 +43,6 @@ class FrozenTarget:
     @property
     def hidden_size(self) -> int:
         return self.output.shape[1]
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.config["num_hidden_layers"])
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -95,6 +93,7 @@ class TargetModel:
             config=config.to_dict(),
             output=self._output() * self._scale(model),
             embedding=self.module.get_input_embeddings().weight.detach(),  # type: ignore[operator, union-attr]
+            num_layers=config.num_hidden_layers,
         )
 
     @torch.no_grad()

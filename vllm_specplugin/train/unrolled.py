@@ -111,7 +111,9 @@ class UnrolledObjective(Objective):
                 parts[name] = parts.get(name, 0) + part.detach()
             guessed = torch.zeros_like(there)
             guessed[learnt] = entropy.best == judged.labels
-            alive = guessed if self.accepted_only else alive
+            # A held-out loss runs over every draft: else a head that is right more often, and so goes on to more of them, would
+            # have more terms in its sum, and the higher loss.
+            alive = guessed if self.accepted_only and self.training else alive
             right.append(guessed[chains.live])
             known.append(there[chains.live])
         return Losses(total, parts, *chained(torch.stack(right, dim=1), torch.stack(known, dim=1)))
