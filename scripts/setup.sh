@@ -12,7 +12,8 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev
   }
 fi
 
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# One whose making broke off (no python3.11-venv, Ctrl-C) has a Python and no pip. Without --clear: VENV may hold what is not ours.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 echo "setup: installing vLLM for the CPU (about two minutes the first time) ..."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -64,6 +66,32 @@ def test_a_run_on_the_users_own_prompts(tiny_model: Path, tmp_path: Path, on_v1:
     assert report.environment["vllm"] == "0.32.0"
     assert not [note for note in report.notes if "KV cache" in note]
     assert page.read_text().rstrip().splitlines()[-1].strip() == report.recommendation.line
+
+
+def test_the_kv_cache_has_room_for_the_layers_of_a_draft_model(tiny_model: Path, on_v1: None) -> None:
+    """By vLLM's own configuration; no engine is started."""
+    drafter = {"model": str(tiny_model), "num_speculative_tokens": 3}
+    drafters = [
+        None,
+        {"proposer": "ngram"},
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+        {"proposer": "draft_model", **drafter},
+        {"method": "draft_model", **drafter},
+    ]
+    settings = {"model": str(tiny_model), "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
+    code = (
+        "import json, sys\n"
+        "from vllm_specplugin.bench import engine\n"
+        "engine.LEAST_KV = 0\n"
+        "settings, drafters = json.loads(sys.argv[1])\n"
+        "print(json.dumps([engine.kv_bytes({**settings, 'speculative_config': one}) for one in drafters]))"
+    )
+    command = [sys.executable, "-c", code, json.dumps([settings, drafters])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    plain, *beside = json.loads(done.stdout.splitlines()[-1])
+    assert plain > 0
+    assert beside == [plain, plain, 2 * plain, 2 * plain], "the draft model is as large as the target"
 
 
 def test_a_batch_in_slices_is_the_same_batch_and_waiting_takes_no_time(tiny_model: Path, tmp_path: Path, on_v1: None) -> None:

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from tests.support.engine import worker_environment
 from tests.support.tiny import forgetful_model
+from vllm_specplugin.bench.report import NOTHING_KNOWN
+from vllm_specplugin.bench.samples import ROUNDS_FOR_CONFIDENCE
 from vllm_specplugin.bench.tune import BEST, DROPPED, SLOWER, TuneReport
 from vllm_specplugin.cli.main import app
 from vllm_specplugin.config import SpecConfig, resolve
@@ -66,6 +68,10 @@ def test_a_short_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert cell.acceptance_rate is not None
         assert 0.9 < cell.acceptance_rate <= 1  # all but the first drafts are right
         assert 1.5 < cell.acceptance_length <= 1 + drafts
-    assert report.recommendation.candidate in {cell.candidate for cell in measured}
-    assert pasted(report.recommendation.flag)["proposer"] == "ngram"
+    if report.recommendation.known:
+        assert report.recommendation.candidate in {cell.candidate for cell in measured}
+        assert pasted(report.recommendation.flag)["proposer"] == "ngram"
+    else:  # so short a time may have room for few rounds
+        assert plain.speed.rounds < ROUNDS_FOR_CONFIDENCE
+        assert report.recommendation.line == NOTHING_KNOWN
     assert page.read_text().rstrip().splitlines()[-1].strip() == report.recommendation.line

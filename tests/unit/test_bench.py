@@ -23,19 +23,41 @@ from typer.testing import CliRunner
 from tests.support.simulated_engines import LOADING, SimulatedEngine, Simulation
 from tests.support.tiny import BOS, EOS
 from vllm_specplugin.bench import lineup
+from vllm_specplugin.bench import traffic as traffics
 from vllm_specplugin.bench.candidates import PLAIN_DECODING, Candidate, LeftOut, candidate, defaults, name_of, named, unique
-from vllm_specplugin.bench.engine import Engine
-from vllm_specplugin.bench.lineup import Load
-from vllm_specplugin.bench.report import PLAIN_IS_FASTEST, Report, recommend
+from vllm_specplugin.bench.engine import LEAST_KV, Engine, kv_bytes
+from vllm_specplugin.bench.lineup import Load, in_turn
+from vllm_specplugin.bench.report import NOTHING_KNOWN, PLAIN_IS_FASTEST, Report, recommend
 from vllm_specplugin.bench.run import Plan, bench
-from vllm_specplugin.bench.samples import CONFIDENCE, Sample, acceptance_length, interval, percentiles, total
+from vllm_specplugin.bench.samples import (
+    CONFIDENCE,
+    ROUNDS_FOR_CONFIDENCE,
+    Sample,
+    acceptance_length,
+    interval,
+    percentiles,
+    total,
+)
 from vllm_specplugin.bench.table import COLUMNS, markdown, print_report
-from vllm_specplugin.bench.traffic import KINDS, RANDOM, RANDOM_ALPHABET, RANDOM_TOKENS, Request, Traffic, built_in, of_user
+from vllm_specplugin.bench.traffic import (
+    AT_FIRST,
+    CHAT,
+    KINDS,
+    MAKERS,
+    PER_KIND,
+    RANDOM,
+    RANDOM_ALPHABET,
+    RANDOM_TOKENS,
+    Request,
+    Traffic,
+    built_in,
+    of_user,
+)
 from vllm_specplugin.cli.bench import concurrencies
 from vllm_specplugin.cli.main import app
 from vllm_specplugin.engine_process import as_loaded
 from vllm_specplugin.errors import ConfigError, SpecPluginError
-from vllm_specplugin.prompt_files import ask
+from vllm_specplugin.prompt_files import Prompt, ask
 
 NGRAM, SLOW = {"proposer": "ngram"}, {"proposer": "ngram", "num_speculative_tokens": 5}
 
@@ -116,6 +138,13 @@ def test_a_configuration_is_checked_before_any_engine_starts(config: dict[str, A
         candidate(config)
 
 
+def test_dashes_and_underscores_make_the_same_candidate() -> None:
+    dashes = candidate({"proposer": "ngram", "num-speculative-tokens": 4, "options": {"min-n": 1}})
+    assert dashes == candidate({"proposer": "ngram", "num_speculative_tokens": 4, "options": {"min_n": 1}})
+    assert dashes.config == {"proposer": "ngram", "num_speculative_tokens": 4, "options": {"min_n": 1}}
+    assert candidate({"method": "ngram", "num-speculative-tokens": 4}).config == {"method": "ngram", "num_speculative_tokens": 4}
+
+
 def test_methods_are_named_like_proposers() -> None:
     assert named("ngram") == Candidate("ngram", {"proposer": "ngram"})
     assert named("vllm:ngram").config == {
@@ -172,7 +201,40 @@ def test_built_in_prompts_never_repeat_and_come_kind_by_kind() -> None:
     assert not {BOS, EOS} & {token for prompt in scrambled for token in prompt}
     assert prompts == built_in(Bytes(), per_kind=64).take(4 * 64), "another run asks something else"
     assert prompts != built_in(Bytes(), per_kind=64, seed=1).take(4 * 64)
+    assert not traffic.lasts(1)
     traffic.take(1)
+    assert traffic.repeated
+
+
+def test_built_in_prompts_are_made_as_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Prompt] = []
+    encode = traffics.encode
+
+    def noted(prompt: Prompt, tokenizer: Any) -> list[int]:
+        made.append(prompt)
+        return encode(prompt, tokenizer)
+
+    monkeypatch.setattr(traffics, "encode", noted)
+    traffic = built_in(Bytes())
+    assert 3 * AT_FIRST <= len(made) < 3.1 * AT_FIRST  # random text needs no encoding, and a few are made twice
+    assert traffic.lasts(4 * PER_KIND // 2)
+    assert not traffic.lasts(4 * PER_KIND + 4)
+    prompts = traffic.take(4 * 2 * AT_FIRST)
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+    assert max(map(len, prompts)) <= traffic.longest
+
+
+def test_prompts_that_chance_makes_twice_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MAKERS, CHAT, lambda generator: ask(CHAT, "short", f"question {generator.randint(1, 64)}"))
+    traffic = built_in(Bytes(), [CHAT], per_kind=32)
+    assert len({tuple(prompt) for prompt in traffic.take(32)}) == 32
+    assert not traffic.lasts(1)
+
+
+def test_a_users_prompts_may_be_asked_again() -> None:
+    traffic = of_user([ask("a", "1", "question")], Bytes())
+    assert traffic.lasts(1000)
+    assert traffic.take(2) == [[*b"question"]] * 2
     assert traffic.repeated
 
 
@@ -234,7 +296,31 @@ def test_plain_decoding_is_recommended_where_nothing_is_surely_faster() -> None:
     found = recommend(rounds_of(slow=[0.9] * 6), known, [1], [])
     assert (found.flag, found.line) == ("", PLAIN_IS_FASTEST)
     assert "nearest is slow, 0.90x" in found.reason
-    assert "nothing is known" in recommend([], known, [1], []).reason
+    nothing = recommend([], known, [1], [])
+    assert (nothing.flag, nothing.line, nothing.reason) == ("", NOTHING_KNOWN, "no round was completed")
+
+
+@pytest.mark.parametrize("speed", [0.8, 1.5])
+@pytest.mark.parametrize("rounds", [1, 5, 6])
+def test_nothing_is_known_of_too_few_rounds(rounds: int, speed: float) -> None:
+    known = [PLAIN_DECODING, Candidate("ngram", NGRAM), Candidate("slow", SLOW)]
+    found = recommend(rounds_of(ngram=[speed] * rounds, slow=[0.7] * rounds), known, [1], [])
+    assert found.known == (rounds >= ROUNDS_FOR_CONFIDENCE)
+    if found.known:
+        assert found.line == (known[1].flag if speed > 1 else PLAIN_IS_FASTEST)
+    else:
+        assert (found.candidate, found.line) == ("plain", NOTHING_KNOWN)
+        assert f"so far ngram is {speed:.2f}x" in found.reason
+    assert ("surely ahead of slow" in found.reason) == (found.known and speed > 1)
+
+
+def test_a_few_lucky_rounds_beat_nobody() -> None:
+    name, reason = recommended(steady=[1.2] * 6, lucky=[3.0] * 2)
+    assert name == "steady"
+    assert "not surely ahead of lucky" in reason
+    name, reason = recommended(steady=[1.2] * 6, late=[1.1] * 2)
+    assert name == "steady"
+    assert "not surely ahead of late, 1.09x" in reason, "two rounds are too few for that, too"
 
 
 def test_candidates_of_different_blocks_are_not_compared_round_by_round() -> None:
@@ -381,6 +467,37 @@ def test_every_kind_is_asked_in_each_round_however_few_at_once(monkeypatch: pyte
     assert len(asked) == 3 + 4
 
 
+@pytest.mark.parametrize("engines", range(1, 6))
+def test_each_is_first_and_last_as_often_as_any_other(engines: int) -> None:
+    names = [str(number) for number in range(engines)]
+    orders = [in_turn(names, batch) for batch in range(2 * engines)]
+    assert all(sorted(order) == names for order in orders)
+    assert Counter(order[0] for order in orders) == Counter(order[-1] for order in orders) == dict.fromkeys(names, 2)
+    assert all(after == before[::-1] for before, after in zip(orders[::2], orders[1::2], strict=True))
+
+
+def orders_of(machine: Simulation, engines: int, requests: int) -> list[tuple[str, ...]]:
+    """In which order the engines began each batch of so many requests."""
+    begun = [name for name, number, _ in machine.batches if number == requests]
+    return [tuple(begun[at : at + engines]) for at in range(0, len(begun), engines)]
+
+
+def test_two_engines_take_turns_in_both_orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = Simulation(speed).install(monkeypatch)
+    run_bench(tmp_path, plan(BOTH[:1], repeat=8))
+    for requests in (1, 4):
+        assert Counter(orders_of(machine, 2, requests)[1:]) == {("plain", "ngram"): 4, ("ngram", "plain"): 4}
+
+
+def test_orders_change_at_every_concurrency(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With three engines and four kinds a round has six batches: as many as there are orders."""
+    machine = Simulation(speed).install(monkeypatch)
+    kinds = Traffic([Request(str(number % 4), [number % 4, number]) for number in range(1000)])
+    run_bench(tmp_path, plan(BOTH, traffic=kinds, repeat=6, load=Load((1, 8, 32), 4)))
+    for requests in (1, 8, 32):
+        assert len(set(orders_of(machine, 3, requests))) == 6
+
+
 def test_an_engine_that_fails_is_reported_and_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def failing(config: dict[str, Any] | None, concurrency: int) -> float:
         if config == SLOW:
@@ -453,7 +570,24 @@ def test_ctrl_c_reports_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert machine.alive == []
     assert {(cell.concurrency, cell.speed.rounds) for cell in report.cells} == {(1, 2), (4, 1)}
     assert [one.speed and one.speed.rounds for one in report.overall] == [1, 1, 1]
-    assert report.recommendation.candidate == "ngram"
+    assert "so far ngram is 1.16x in the only round" in report.recommendation.reason
+    assert report.recommendation.line == NOTHING_KNOWN
+
+
+def test_ctrl_c_in_the_first_round_does_not_call_plain_decoding_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Simulation(speed).install(monkeypatch)
+
+    def interrupt(number: int) -> None:
+        if number == 6 + 3 + 1:  # warm-up, one concurrency, and a turn
+            raise KeyboardInterrupt
+
+    machine.before_batch = interrupt
+    report = run_bench(tmp_path, plan(BOTH))
+    assert report.interrupted
+    assert {cell.concurrency for cell in report.cells} == {1}
+    assert report.recommendation.line == NOTHING_KNOWN
 
 
 def test_ctrl_c_while_engines_load_reports_that_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -468,7 +602,8 @@ def test_ctrl_c_while_engines_load_reports_that_nothing_is_known(monkeypatch: py
     assert machine.alive == []
     page = markdown(report)
     assert "no engine had loaded" in page
-    assert "no round was completed: nothing is known yet" in page
+    assert "no round was completed" in page
+    assert page.rstrip().splitlines()[-1].strip() == NOTHING_KNOWN
 
 
 def test_prompts_that_repeat_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -478,10 +613,93 @@ def test_prompts_that_repeat_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert not any("asked again" in note for note in run_bench(tmp_path, plan(BOTH)).notes)
 
 
+def test_built_in_prompts_last_for_forty_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = Simulation(speed).install(monkeypatch)
+    traffic = built_in(Bytes())
+    report = run_bench(tmp_path, plan(BOTH[:1], traffic=traffic, load=Load((1, 8, 32), 4), repeat=40))
+    assert {cell.speed.rounds for cell in report.cells} == {40}
+    assert not traffic.repeated
+    asked = [tuple(prompt) for prompt in machine.prompts["plain"]]
+    assert max(map(len, asked)) <= traffic.longest
+    assert len(set(asked)) > 40 * (4 + 8 + 32), "warming up asks with beginnings of prompts, which may be equal"
+
+
+def test_rounds_end_with_the_built_in_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Simulation(speed).install(monkeypatch)
+    traffic = built_in(Bytes(), per_kind=16)  # a round takes two of each kind, and so does warming up
+    report = run_bench(tmp_path, plan(BOTH, traffic=traffic, repeat=None))
+    assert {cell.speed.rounds for cell in report.cells} == {7}
+    assert not any("asked again" in note for note in report.notes)
+    report = run_bench(tmp_path, plan(BOTH, traffic=built_in(Bytes(), per_kind=1), repeat=None))
+    assert {cell.speed.rounds for cell in report.cells} == {1}, "the first is always run"
+    assert any("asked again" in note for note in report.notes)
+
+
 def test_a_kv_cache_that_is_too_small_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Simulation(speed).install(monkeypatch)
     wanted = plan(BOTH, load=Load((1, 48), max_tokens=20))
     assert any("holds 1,000 tokens, fewer than the 1,008" in note for note in run_bench(tmp_path, wanted).notes)
+
+
+def test_the_smallest_kv_cache_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose drafter has layers of its own holds fewer tokens in the same memory."""
+    Simulation(speed).install(monkeypatch)
+    wait = SimulatedEngine.wait
+    holds = {"plain": 2000, "ngram": 900, "slow": 1500}
+    monkeypatch.setattr(SimulatedEngine, "wait", lambda engine: {**wait(engine), "kv_cache_tokens": holds[engine.title]})
+    wanted = plan(BOTH, load=Load((1, 48), max_tokens=20))
+    assert any("holds 900 tokens, fewer than the 1,008" in note for note in run_bench(tmp_path, wanted).notes)
+
+
+class ModelConfig:
+    """What is asked of vLLM's class of that name."""
+
+    dtype = SimpleNamespace(itemsize=2)
+
+    def __init__(self, layers: int, **hf_config: int) -> None:
+        self.layers, self.hf_config = layers, SimpleNamespace(**hf_config)
+
+    def get_num_layers(self, parallel: None) -> int:
+        return self.layers
+
+    def get_total_num_hidden_layers(self) -> int:
+        return self.layers
+
+    def get_num_kv_heads(self, parallel: None) -> int:
+        return 2
+
+    def get_head_size(self) -> int:
+        return 64
+
+
+def test_the_kv_cache_has_room_for_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a configuration that is made up; `tests/engine/test_bench.py` asks vLLM."""
+
+    def engine_args(target: ModelConfig, speculative_config: dict[str, Any] | None = None, **_: int) -> Any:
+        spec = None
+        if speculative_config is not None:
+            speculative_config["target_model_config"] = target  # as vLLM does
+            method, draft = speculative_config["method"], speculative_config["draft"]
+            spec = SimpleNamespace(method=method, draft_model_config=draft, draft_parallel_config=None)
+            spec.uses_draft_kv_cache = lambda: method != "ngram"
+        cache = SimpleNamespace(block_size=16)
+        config = SimpleNamespace(model_config=target, parallel_config=None, cache_config=cache, speculative_config=spec)
+        return SimpleNamespace(create_engine_config=lambda: config)
+
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=engine_args))
+    alone = {"target": ModelConfig(30), "max_model_len": 2000, "max_num_seqs": 64}
+    plain = kv_bytes(alone)
+    assert plain > LEAST_KV
+
+    def beside(method: str, draft: ModelConfig) -> float:
+        given = {"method": method, "draft": draft}
+        found = kv_bytes({**alone, "speculative_config": given}) / plain
+        assert set(given) == {"method", "draft"}, "the engine is given the same afterwards"
+        return found
+
+    assert beside("draft_model", ModelConfig(10)) == pytest.approx(40 / 30)
+    assert beside("mtp", ModelConfig(30, n_predict=2)) == pytest.approx(32 / 30), "the target's own, of which two layers draft"
+    assert beside("ngram", ModelConfig(30)) == 1, "vLLM names the target there, which keeps nothing twice"
 
 
 def test_the_last_line_is_what_to_paste(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

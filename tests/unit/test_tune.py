@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ from rich.progress import Progress
 
 from tests.support.simulated_engines import SimulatedEngine, Simulation
 from vllm_specplugin.bench import tune as tuning
-from vllm_specplugin.bench.candidates import Candidate
+from vllm_specplugin.bench.candidates import Candidate, candidate
 from vllm_specplugin.bench.lineup import Load
-from vllm_specplugin.bench.report import PLAIN_IS_FASTEST
-from vllm_specplugin.bench.run import bench
+from vllm_specplugin.bench.report import NOTHING_KNOWN, PLAIN_IS_FASTEST, Report
+from vllm_specplugin.bench.run import Plan, bench
 from vllm_specplugin.bench.space import LENGTHS, halved, lengths, options, stages, verifiers
 from vllm_specplugin.bench.table import print_tuning, tuning_markdown
 from vllm_specplugin.bench.traffic import Request, Traffic
-from vllm_specplugin.bench.tune import BEST, DROPPED, TunePlan, TuneReport, tune
+from vllm_specplugin.bench.tune import BEST, CUT_OFF, DROPPED, TOO_SHORT, TunePlan, TuneReport, tune
 from vllm_specplugin.config import SpecConfig, resolve
 from vllm_specplugin.errors import SpecPluginError
 
@@ -65,6 +66,14 @@ def test_lengths_are_fixed_ones_and_the_adaptive_one() -> None:
     assert all(one.config is not None and one.config["options"] == {"min_n": 1} for one in found)
     assert found[0].config == {"proposer": "ngram", "options": {"min_n": 1}}
     assert [one.config for one in lengths(OTHER)] == [{"method": "ngram", "num_speculative_tokens": k} for k in LENGTHS]
+
+
+def test_keys_with_dashes_are_searched_like_those_with_underscores() -> None:
+    dashes = candidate({"proposer": "ngram", "num-speculative-tokens": 4, "options": {"max-n": 4}})
+    underscores = candidate({"proposer": "ngram", "num_speculative_tokens": 4, "options": {"max_n": 4}})
+    assert len(lengths(dashes)) > len(LENGTHS)
+    assert lengths(dashes) == lengths(underscores)
+    assert options(dashes) == options(underscores) != []
 
 
 def test_lengths_that_the_heads_do_not_have_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +169,65 @@ def test_an_interrupt_and_a_failing_configuration_leave_what_is_known(monkeypatc
     assert report.recommendation.flag == NGRAM.flag
     assert "part of that may be luck" in report.recommendation.reason
     assert [lost.candidate for lost in report.left_out] == ["vllm:ngram"]
+
+
+@pytest.mark.parametrize("rounds", [0, 2, 8])
+def test_an_interrupt_of_the_first_race_reports_what_was_measured(
+    rounds: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Simulation(speed).install(monkeypatch)
+
+    def interrupt(number: int) -> None:
+        # Warming up; three engines at two concurrencies, of which one is dropped after the first round.
+        if number == 6 + (6 + 4 * (rounds - 1) if rounds else 0) + 1:
+            raise KeyboardInterrupt
+
+    machine.before_batch = interrupt
+    report = run_tune(tmp_path, plan(OTHER, NGRAM))
+    assert report.interrupted
+    assert machine.alive == []
+    tried = {one.candidate: (one.speed.rounds, one.outcome) for one in report.tried}
+    assert tried == ({"ngram": (rounds, BEST), "vllm:ngram": (1, DROPPED)} if rounds else {})
+    assert report.recommendation.line == (NGRAM.flag if rounds == 8 else NOTHING_KNOWN)
+    assert ("the best of the search is ngram, 1.35x" in report.recommendation.reason) == bool(rounds)
+
+
+def test_an_interrupted_race_changes_no_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A round or two may be luck."""
+    machine = Simulation(speed).install(monkeypatch)
+
+    def interrupt(number: int) -> None:
+        raced = [name for name, _, tokens in machine.batches if tokens == 20 and name.startswith("ngram k=")]
+        if len(raced) > 3 * 2:  # a round of three challengers
+            raise KeyboardInterrupt
+
+    machine.before_batch = interrupt
+    report = run_tune(tmp_path, plan(NGRAM))
+    outcomes = {one.candidate.removesuffix(" control=fixed"): one.outcome for one in report.tried}
+    assert outcomes == {"ngram": BEST, "ngram k=1": DROPPED, "ngram k=2": CUT_OFF, "ngram k=3": CUT_OFF}
+    assert report.recommendation.flag == NGRAM.flag
+
+
+@pytest.mark.parametrize("afresh", [1.2, 0.9])
+def test_too_few_rounds_afresh_leave_the_search_if_they_agree(
+    afresh: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Simulation(speed).install(monkeypatch)
+
+    def short(wanted: Plan, *arguments: Any) -> Report:
+        machine.speed = lambda config, concurrency: afresh if config else 1.0
+        return bench(replace(wanted, repeat=3), *arguments)
+
+    monkeypatch.setattr(tuning, "bench", short)
+    report = run_tune(tmp_path, plan(NGRAM))
+    assert report.confirmed is not None
+    assert report.confirmed.recommendation == report.recommendation
+    assert report.recommendation.known == (afresh > 1)
+    if report.recommendation.known:
+        assert '"num_speculative_tokens": 3' in report.recommendation.flag
+        assert TOO_SHORT in report.recommendation.reason
+    else:
+        assert report.recommendation.line == NOTHING_KNOWN
 
 
 @pytest.mark.parametrize(

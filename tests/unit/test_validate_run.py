@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from vllm_specplugin.cli.main import app
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.validate import run as running
 from vllm_specplugin.validate.first_tokens import LEAST_SAMPLES, beginnings, cells, likeliest_after
@@ -330,6 +334,62 @@ def test_other_settings_are_not_mixed_in(engine: type[FakeEngine], tmp_path: Pat
     (tmp_path / "state" / running.STATE).write_text("{")
     with pytest.raises(SpecPluginError, match=r"cannot be read.*--fresh"):
         run(plan(4_000), tmp_path, progress=False)
+
+
+def test_fresh_drops_what_is_ours_and_nothing_else(engine: type[FakeEngine], tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    first = run(plan(4_000), tmp_path, progress=False)
+    assert {file.name for file in state.iterdir()} <= set(running.OURS)
+    (state / running.ROUND).write_bytes(b"of a round that was interrupted")
+    (state / "letters").mkdir()
+    for mine in ("notes.txt", "letters/one.txt"):
+        (state / mine).write_text("mine")
+    again = run(plan(4_000), tmp_path, fresh=True, progress=False)
+    assert NOTHING_LEFT not in again.not_tested
+    assert again.martingale.tokens == first.martingale.tokens
+    assert (state / "notes.txt").read_text() == (state / "letters" / "one.txt").read_text() == "mine"
+    assert not (state / running.ROUND).exists()
+
+
+def test_a_full_disk_loses_no_round(engine: type[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = running.State.write
+
+    def full(self: running.State, file: Path) -> None:
+        if self.rounds == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        write(self, file)
+
+    monkeypatch.setattr(running.State, "write", full)
+    with pytest.raises(SpecPluginError, match=r"No space left on device.*the same command goes on"):
+        run(plan(), tmp_path, progress=False)
+    monkeypatch.setattr(running.State, "write", write)
+    report = run(plan(), tmp_path, progress=False)
+    asked = [sum(tokens for _, tokens in requests) for part in FakeEngine.made[1:] for requests in part.requests]
+    assert report.martingale.tokens == sum(asked) - asked[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "vllm-specplugin: the run ended with [Errno 28]"),
+        (RuntimeError("a bug of ours"), "Traceback (most recent call last)"),
+    ],
+    ids=["full disk", "bug"],
+)
+def test_no_failure_ends_like_a_bias(
+    error: Exception, says: str, engine: type[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 is the exit code of BIASED, and of a Python that ends with a traceback."""
+
+    def fail(self: running.State, file: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(running.State, "write", fail)
+    config = json.dumps({"proposer": "ngram"})
+    done = CliRunner().invoke(app, ["validate", "some/model", "-sc", config, "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(says)
+    assert str(error).splitlines()[0] in done.stderr
 
 
 def test_greedy_outputs_that_part_are_explained(engine: type[FakeEngine], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from vllm_specplugin.config import SpecConfig, names_a_proposer, resolve
+from vllm_specplugin.config import SpecConfig, names_a_proposer, normalised_keys, resolve
 from vllm_specplugin.errors import ConfigError, SpecPluginError, suggestion
 from vllm_specplugin.registry import PROPOSERS, normalise
 
@@ -51,18 +51,22 @@ class LeftOut:
 
 
 def candidate(config: Mapping[str, Any]) -> Candidate:
-    """A configuration that a user wrote; one of the plugin's is checked as far as that goes without the model.
+    """A configuration that a user wrote, its keys with underscores; one of the plugin's is checked as far as that goes without
+    the model.
 
     Raises:
         SpecPluginError: the plugin would refuse it, or it names neither a proposer nor a method.
     """
-    if names_a_proposer(config):
-        resolve(SpecConfig.parse(config))
-    elif "method" not in config and "model" not in config:
+    keys = normalised_keys(config)
+    if names_a_proposer(keys):
+        resolve(SpecConfig.parse(keys))
+        if "options" in keys:
+            keys["options"] = normalised_keys(keys["options"], "options.")
+    elif "method" not in keys and "model" not in keys:
         raise ConfigError(
             f"the configuration {json.dumps(config)} names no drafter; write 'proposer' (the plugin's) or 'method' (vLLM's)."
         )
-    return Candidate(name_of(config), dict(config))
+    return Candidate(name_of(keys), keys)
 
 
 def name_of(config: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ engine and not the wires between its processes, and an idle engine leaves the ma
 
 from __future__ import annotations
 
-import time
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 GPU_SHARE = 0.9
 """Of a GPU's memory, for all engines together."""
 KV_MARGIN = 1.25
-"""Times the target's own need: a drafter with layers of its own keeps keys and values too."""
+"""Times what the layers need by themselves: places for drafts, and blocks of one size for layers that differ, come on top."""
 LEAST_KV = 2**27
 LONGEST_WAIT = 1.0
 """Seconds, for drafts that come too late: who makes them pays for them, not who has the next turn."""
@@ -47,8 +47,8 @@ class Batch:
     before: Mapping[str, Any] = field(default_factory=dict)
     """The counters of speculation when it began."""
     start: float = 0.0
-    left_at: float | None = None
-    """When the last slice ended, by the clock that never stands still."""
+    """By the clock of steps."""
+    begun: bool = False
     requests: dict[str, Timed] = field(default_factory=dict)
 
     @property
@@ -79,10 +79,10 @@ class Engine:
         if not on_cpu:
             arguments["gpu_memory_utilization"] = GPU_SHARE / settings["engines"]  # checked at the start, while others load
         arguments |= {"model": settings["model"], **settings["engine_args"]}
-        if "kv_cache_memory_bytes" not in arguments:  # by default each engine would take what it finds free
-            arguments["kv_cache_memory_bytes"] = kv_bytes(arguments)
         if settings["speculative_config"] is not None:
             arguments["speculative_config"] = settings["speculative_config"]
+        if "kv_cache_memory_bytes" not in arguments:  # by default each engine would take what it finds free
+            arguments["kv_cache_memory_bytes"] = kv_bytes(arguments)
         self.llm = LLM(**arguments)
         self.served = 0
         self.batch: Batch | None = None
@@ -138,12 +138,11 @@ class Engine:
         """
         assert self.batch is not None
         engine, batch = self.llm.llm_engine, self.batch
-        resumed = time.perf_counter()
-        if batch.left_at is None:
-            batch.before, batch.start = spec_counters(self.llm), STEP_CLOCK()
+        STEP_CLOCK.resume()
+        resumed = STEP_CLOCK()
+        if not batch.begun:
+            batch.begun, batch.before, batch.start = True, spec_counters(self.llm), STEP_CLOCK()
             self._submit(batch, batch.at_once)
-        else:
-            STEP_CLOCK.leave_out(resumed - batch.left_at)
         while engine.has_unfinished_requests():
             outputs = engine.step()
             now = STEP_CLOCK() - batch.start
@@ -153,13 +152,13 @@ class Engine:
                     request.tokens += emitted
                     request.stamps.append(now)
             self._submit(batch, sum(output.finished for output in outputs))
-            if seconds is not None and time.perf_counter() - resumed >= seconds:
+            if seconds is not None and STEP_CLOCK() - resumed >= seconds:
                 break
         if engine.has_unfinished_requests():
             wait_for_late_work(LONGEST_WAIT)
         spent = STEP_CLOCK() - batch.start
         sample = None if engine.has_unfinished_requests() else self._sample(batch, spent)
-        batch.left_at = time.perf_counter()
+        STEP_CLOCK.pause()
         return {"tokens": batch.tokens, "seconds": spent, "sample": sample}
 
     def _submit(self, batch: Batch, count: int) -> None:
@@ -202,14 +201,24 @@ def kv_bytes(arguments: Mapping[str, Any]) -> int:
     """What the KV cache takes where as many requests as may run are as long as they may be."""
     from vllm.engine.arg_utils import EngineArgs
 
-    config = EngineArgs(**arguments).create_engine_config()
-    model, parallel = config.model_config, config.parallel_config
-    per_token = (
-        2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
-    )
+    # Of a copy, since vLLM adds to the speculative configuration that it is given.
+    config = EngineArgs(**copy.deepcopy(dict(arguments))).create_engine_config()
+    parallel, spec = config.parallel_config, config.speculative_config
+    per_token = _kept_per_token(config.model_config, config.model_config.get_num_layers(parallel), parallel)
+    if spec is not None and spec.uses_draft_kv_cache():
+        draft = spec.draft_model_config
+        mtp = getattr(draft.hf_config, "n_predict", None) or 1
+        layers = mtp if spec.method == "mtp" else draft.get_total_num_hidden_layers()
+        per_token += _kept_per_token(draft, layers, spec.draft_parallel_config)
     block = config.cache_config.block_size or 128
     longest = -(-arguments["max_model_len"] // block) * block
     return max(int(KV_MARGIN * per_token * longest * arguments["max_num_seqs"]), LEAST_KV)
+
+
+def _kept_per_token(model: Any, layers: int, parallel: Any) -> int:
+    """Bytes of keys and values, at most: vLLM's ModelConfig of the target or of its drafter."""
+    size: int = 2 * layers * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+    return size
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ too. Where passes go on by themselves, on a GPU or in other processes, a turn la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,6 +73,13 @@ def loaded_together(candidates: Sequence[Candidate]) -> list[Sequence[Candidate]
     return [candidates] if torch.cuda.is_available() else [[one] for one in candidates]
 
 
+def in_turn(names: Sequence[str], batch: int) -> list[str]:
+    """The order for a batch, which is counted from 0: each first in turn, and each order followed by its reverse."""
+    first = batch // 2 % max(len(names), 1)
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if batch % 2 else order
+
+
 @dataclass
 class Lineup:
     """The engines by name, in the order in which they were started. Used as a context, it ends them."""
@@ -86,12 +94,13 @@ class Lineup:
     bars: Progress
     engines: dict[str, EngineProcess] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the engine that answered first; all are of one installation."""
+    """Of the engine that answered first, since all are of one installation; kv_cache_tokens are the fewest of any."""
     slice_seconds: float | None = SLICE_SECONDS
     """None where an engine cannot be halted between two steps: every turn then lasts until its requests are done."""
     failed: list[LeftOut] = field(default_factory=list)
     _started: int = 0
-    _batches: int = 0
+    _batches: dict[int, int] = field(default_factory=dict)
+    """How many there were at each concurrency."""
 
     def __enter__(self) -> Lineup:
         return self
@@ -134,7 +143,8 @@ class Lineup:
         except SpecPluginError as error:
             self._lose(name, error)
         else:
-            self.facts = self.facts or facts
+            fewest = min(self.facts.get("kv_cache_tokens", math.inf), facts["kv_cache_tokens"])
+            self.facts = {**(self.facts or facts), "kv_cache_tokens": fewest}
             if not facts["pausable"]:
                 self.slice_seconds = None
 
@@ -149,12 +159,21 @@ class Lineup:
         engine.close()
         engine.log.unlink(missing_ok=True)
 
+    def has_prompts(self) -> bool:
+        """Whether the traffic lasts for another race at every concurrency."""
+        load, kinds = self.load, len(self.traffic.kinds)
+        return self.traffic.lasts(sum(load.requests(concurrency, kinds) for concurrency in load.concurrencies))
+
     def race(self, concurrency: int) -> dict[str, Sample]:
         """Let every engine answer the next requests of the traffic, so many at once.
 
         An engine that fails is dropped, noted in `failed`, and not in the answer.
         """
         return self._race(list(self.engines), concurrency, f"{concurrency} at once", self.load)
+
+    def settle(self, name: str, concurrency: int, requests: int) -> None:
+        """Let one engine get used to the traffic: it answers so many requests, at least, that nobody measures."""
+        self._race([name], concurrency, "settling", replace(self.load, per_place=-(-requests // concurrency)))
 
     def _race(
         self, names: Sequence[str], concurrency: int, what: str, load: Load, longest: int | None = None
@@ -166,11 +185,9 @@ class Lineup:
         task = self.bars.add_task(what, total=len(batches) * len(names))
         found: dict[str, list[Sample]] = {name: [] for name in names}
         for batch in batches:
-            self._batches += 1
-            first = self._batches % max(len(names), 1)
-            order = [*names[first:], *names[:first]]
-            # Nobody is always the first, nor after the same one.
-            for name, sample in self._serve(order if self._batches % 2 else order[::-1], batch, concurrency, load):
+            order = in_turn(names, self._batches.get(concurrency, 0))
+            self._batches[concurrency] = self._batches.get(concurrency, 0) + 1
+            for name, sample in self._serve(order, batch, concurrency, load):
                 found[name].append(sample)
                 self.bars.advance(task)
         self.bars.remove_task(task)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_specplugin.bench.candidates import PLAIN, Candidate
 from vllm_specplugin.bench.samples import (
+    ROUNDS_FOR_CONFIDENCE,
     Interval,
     Round,
     Sample,
@@ -22,6 +23,7 @@ from vllm_specplugin.bench.samples import (
 )
 
 PLAIN_IS_FASTEST = "plain decoding is fastest here; use no --speculative-config"
+NOTHING_KNOWN = f"nothing is known yet: that takes {ROUNDS_FOR_CONFIDENCE} rounds; give more --minutes"
 
 
 class Frozen(BaseModel):
@@ -68,11 +70,13 @@ class Recommendation(Frozen):
     flag: str
     """What to paste behind `vllm serve MODEL`; empty for plain decoding."""
     reason: str
+    known: bool = True
+    """False where the rounds were too few to say what is fastest."""
 
     @property
     def line(self) -> str:
         """The last line of the output."""
-        return self.flag or PLAIN_IS_FASTEST
+        return self.flag or (PLAIN_IS_FASTEST if self.known else NOTHING_KNOWN)
 
 
 class Report(Frozen):
@@ -143,14 +147,19 @@ def overall_of(rounds: Sequence[Round], candidates: Sequence[Candidate], concurr
 def recommend(
     rounds: Sequence[Round], candidates: Sequence[Candidate], concurrencies: Sequence[int], cells: Sequence[Cell]
 ) -> Recommendation:
-    """The candidate whose interval over all concurrencies has the highest lower end; plain decoding where none is above 1."""
+    """The candidate whose interval over all concurrencies has the highest lower end; plain decoding where none is above 1.
+
+    Only of intervals with the confidence that is asked for; where those without it may change the answer, nothing is known.
+    """
     standing = {o.candidate: o.speed for o in overall_of(rounds, candidates, concurrencies) if o.speed is not None}
     standing.pop(PLAIN, None)
     by_low = sorted(standing, key=lambda name: -standing[name].low)
     if not by_low:
-        return Recommendation(candidate=PLAIN, flag="", reason="no round was completed: nothing is known yet")
-    best = by_low[0]
+        return unknown("no round was completed")
+    best = next((name for name in by_low if standing[name].sure and standing[name].low > 1), by_low[0])
     speed = standing[best]
+    if not speed.sure:
+        return unknown(f"so far {best} is {described(speed)} over plain decoding")
     if speed.low <= 1:
         reason = f"no configuration is surely faster than plain decoding; the nearest is {best}, {described(speed)}"
         return Recommendation(candidate=PLAIN, flag="", reason=reason)
@@ -159,9 +168,14 @@ def recommend(
     if slower:
         reasons.append(f"but slower than it at {' and '.join(slower)} at once")
     if len(by_low) > 1:
-        reasons.append(_ahead(rounds, concurrencies, best, by_low[1]))
+        reasons.append(_ahead(rounds, concurrencies, best, next(name for name in by_low if name != best)))
     chosen = next(one for one in candidates if one.name == best)
     return Recommendation(candidate=best, flag=chosen.flag, reason="; ".join(reasons))
+
+
+def unknown(reason: str) -> Recommendation:
+    """There were too few rounds for any."""
+    return Recommendation(candidate=PLAIN, flag="", reason=reason, known=False)
 
 
 def _ahead(rounds: Sequence[Round], concurrencies: Sequence[int], best: str, next_best: str) -> str:
@@ -170,7 +184,7 @@ def _ahead(rounds: Sequence[Round], concurrencies: Sequence[int], best: str, nex
     if not shared:
         return f"{next_best} was measured at other times, so the two are not compared directly"
     lead = interval(overall(measured, best, next_best) for measured in shared)
-    return f"{'surely ahead of' if lead.low > 1 else 'not surely ahead of'} {next_best}, {described(lead)}"
+    return f"{'surely ahead of' if lead.sure and lead.low > 1 else 'not surely ahead of'} {next_best}, {described(lead)}"
 
 
 def described(speed: Interval) -> str:

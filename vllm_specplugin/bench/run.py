@@ -15,13 +15,11 @@ from rich.progress import Progress
 from vllm_specplugin.bench.candidates import PLAIN, PLAIN_DECODING, Candidate, LeftOut
 from vllm_specplugin.bench.lineup import Lineup, Load
 from vllm_specplugin.bench.report import LeftOutEntry, Report, cells_of, overall_of, recommend
-from vllm_specplugin.bench.samples import CONFIDENCE, Sample
+from vllm_specplugin.bench.samples import CONFIDENCE, ROUNDS_FOR_CONFIDENCE, Sample
 from vllm_specplugin.bench.traffic import Traffic
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.neighbours import NeighbourMeter
 
-ROUNDS_FOR_CONFIDENCE = 6
-"""From so many on an interval of medians can have 95 % confidence."""
 BUSY = 0.1
 """Share of the processor time taken by others above which the timings are called doubtful."""
 
@@ -117,7 +115,9 @@ class _Run:
         meter = NeighbourMeter([engine.process.pid for engine in self.lineup.engines.values()])
         task = self.lineup.bars.add_task("rounds", total=self.plan.repeat)
         number = 0
-        while number != self.plan.repeat and len(self.lineup.engines) > 1 and clock.another():
+        while number != self.plan.repeat and len(self.lineup.engines) > 1:
+            if (number and not self.lineup.has_prompts()) or not clock.another():
+                break
             measured: dict[int, dict[str, Sample]] = {}
             self.rounds.append(measured)  # before it is complete: an interrupt loses no more than the batch that runs
             for concurrency in self.plan.load.concurrencies:

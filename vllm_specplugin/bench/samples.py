@@ -12,6 +12,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 CONFIDENCE = 0.95
+ROUNDS_FOR_CONFIDENCE = 6
+"""From so many on an interval of medians can have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class Interval(BaseModel):
     rounds: int
     confidence: float
     """That the interval covers the true median: 0.95 from 6 rounds on, less with fewer, where it is the whole range."""
+
+    @property
+    def sure(self) -> bool:
+        """Whether there were rounds enough for `CONFIDENCE`."""
+        return self.confidence >= CONFIDENCE
 
     def __str__(self) -> str:
         return f"{self.value:.2f}x" if self.rounds < 2 else f"{self.value:.2f}x ({self.low:.2f} to {self.high:.2f})"

@@ -7,8 +7,9 @@ drafter that remembers past answers must not meet the same request again in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -16,8 +17,10 @@ from vllm_specplugin.prompt_files import Prompt, ask, assistant, encode, user
 
 CODE, EXTRACTION, CHAT, RANDOM = "code rewriting", "JSON extraction", "chat", "random text"
 KINDS = (CODE, EXTRACTION, CHAT, RANDOM)
-PER_KIND = 256
-"""Prompts of a kind in the built-in traffic of one run."""
+PER_KIND = 4096
+"""Prompts of a kind in the built-in traffic of one run, at most."""
+AT_FIRST = 256
+"""Of them that are made at once, for the longest; the others as they are asked for, since all of them take seconds."""
 RANDOM_TOKENS, RANDOM_ALPHABET = 96, 16
 """Of a prompt of random text, and how many different ones: everything has occurred before and nothing says what comes next, so a
 drafter that copies always drafts and is mostly refused."""
@@ -120,13 +123,14 @@ class Request:
 class Traffic:
     """Requests in a fixed order, the kinds by turns; each is used once before any is used again."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], more: Mapping[str, Iterator[Request]] | None = None) -> None:
+        """`more`: by kind, what follows `requests`, none longer than the longest of them; None where they may be used again."""
         by_kind: dict[str, list[Request]] = {}
         for request in requests:
             by_kind.setdefault(request.kind, []).append(request)
         self.kinds = list(by_kind)
         self.longest = max(len(request.token_ids) for request in requests)
-        self._pools = list(by_kind.values())
+        self._pools, self._more = list(by_kind.values()), more
         self._taken = 0
         self._used = [0] * len(self._pools)
 
@@ -135,6 +139,11 @@ class Traffic:
         """Whether some request was used more than once."""
         return any(used > len(pool) for used, pool in zip(self._used, self._pools, strict=True))
 
+    def lasts(self, count: int) -> bool:
+        """Whether so many more prompts may be taken; always, where they may be used again."""
+        share = -(-count // len(self.kinds))
+        return self._more is None or all(self._has(kind, used + share) for kind, used in enumerate(self._used))
+
     def take(self, count: int) -> list[list[int]]:
         """The next so many prompts."""
         return [self._next() for _ in range(count)]
@@ -142,9 +151,17 @@ class Traffic:
     def _next(self) -> list[int]:
         kind = self._taken % len(self._pools)
         pool, used = self._pools[kind], self._used[kind]
+        self._has(kind, used + 1)
         self._taken += 1
         self._used[kind] += 1
         return pool[used % len(pool)].token_ids
+
+    def _has(self, kind: int, count: int) -> bool:
+        """Whether there are so many requests of a kind, once they are made."""
+        pool = self._pools[kind]
+        if self._more is not None and len(pool) < count:
+            pool += islice(self._more[self.kinds[kind]], count - len(pool))
+        return len(pool) >= count
 
 
 def of_user(prompts: Sequence[Prompt], tokenizer: Any, seed: int = 0) -> Traffic:
@@ -156,18 +173,26 @@ def of_user(prompts: Sequence[Prompt], tokenizer: Any, seed: int = 0) -> Traffic
 
 def built_in(tokenizer: Any, kinds: Sequence[str] = KINDS, per_kind: int = PER_KIND, seed: int = 0) -> Traffic:
     """The built-in traffic of some kinds; `tokenizer` is a Hugging Face tokenizer."""
-    return Traffic([request for kind in kinds for request in _of_kind(kind, tokenizer, per_kind, Random(f"{kind} {seed}"))])
+    streams = {kind: _of_kind(kind, tokenizer, per_kind, Random(f"{kind} {seed}")) for kind in kinds}
+    first = [request for stream in streams.values() for request in islice(stream, AT_FIRST)]
+    longest = max(len(request.token_ids) for request in first)
+    return Traffic(first, {kind: (one for one in rest if len(one.token_ids) <= longest) for kind, rest in streams.items()})
 
 
 def _of_kind(kind: str, tokenizer: Any, count: int, random: Random) -> Iterator[Request]:
-    if kind == RANDOM:
-        usable = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
-        for _ in range(count):
-            yield Request(kind, random.choices(random.sample(usable, RANDOM_ALPHABET), k=RANDOM_TOKENS))
-        return
-    make = MAKERS[kind]
-    for _ in range(count):
-        yield Request(kind, encode(make(random), tokenizer))
+    """So many, all of them different."""
+    usable = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids)) if kind == RANDOM else []
+    made: set[tuple[int, ...]] = set()
+    for _ in range(2 * count):  # chance makes few of them again
+        if len(made) == count:
+            return
+        if kind == RANDOM:
+            token_ids = random.choices(random.sample(usable, RANDOM_ALPHABET), k=RANDOM_TOKENS)
+        else:
+            token_ids = encode(MAKERS[kind](random), tokenizer)
+        if tuple(token_ids) not in made:
+            made.add(tuple(token_ids))
+            yield Request(kind, token_ids)
 
 
 def _code(random: Random) -> Prompt:

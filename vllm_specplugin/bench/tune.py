@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from vllm_specplugin.bench.candidates import PLAIN, PLAIN_DECODING, Candidate, LeftOut, unique
 from vllm_specplugin.bench.lineup import Lineup, Load
-from vllm_specplugin.bench.report import Frozen, LeftOutEntry, Recommendation, Report, complete, described
+from vllm_specplugin.bench.report import Frozen, LeftOutEntry, Recommendation, Report, complete, described, unknown
 from vllm_specplugin.bench.run import Clock, Plan, bench, require_plain
 from vllm_specplugin.bench.samples import Interval, Sample, interval, overall
 from vllm_specplugin.bench.space import Stage, halved, stages
@@ -29,9 +29,10 @@ CONFIRMING = 0.3
 """Share of the time that measures the winner afresh, loading included."""
 WORTH_IT = 1.01
 """How much faster a neighbour must be to be worth the longer line."""
-BEST, SLOWER, DROPPED = "best so far", "slower", "dropped early"
+BEST, SLOWER, DROPPED, CUT_OFF = "best so far", "slower", "dropped early", "interrupted"
 """What became of a configuration."""
 INTERRUPTED = "interrupted before it was measured afresh, so part of that may be luck"
+TOO_SHORT = "measured afresh in too few rounds, so part of that may be luck"
 
 
 class Tried(Frozen):
@@ -99,11 +100,15 @@ def tune(plan: TunePlan, logs: Path, bars: Progress) -> TuneReport:
         interrupted, why = True, INTERRUPTED
         if all(one.speed is None for one in confirmed.overall if one.candidate != PLAIN):
             confirmed = None
+    recommendation = confirmed.recommendation if confirmed else _unconfirmed(search, why)
+    if confirmed is not None and not recommendation.known and _faster(confirmed, search.best):
+        recommendation = _unconfirmed(search, why if interrupted else TOO_SHORT)
+        confirmed = confirmed.model_copy(update={"recommendation": recommendation})
     return TuneReport(
         tried=search.tried,
         left_out=[LeftOutEntry(candidate=lost.name, why=lost.why) for lost in [*plan.left_out, *lineup.failed]],
         confirmed=confirmed,
-        recommendation=confirmed.recommendation if confirmed else _unconfirmed(search, why),
+        recommendation=recommendation,
         interrupted=interrupted,
     )
 
@@ -124,14 +129,23 @@ def _confirmation(plan: TunePlan, search: _Search, whole: Clock) -> Plan:
     )
 
 
+def _faster(confirmed: Report, best: Candidate | None) -> bool:
+    """Whether the winner was, in the rounds that measured it afresh."""
+    speeds = [one.speed for one in confirmed.overall if best is not None and one.candidate == best.name]
+    return any(speed is not None and speed.value > 1 for speed in speeds)
+
+
 def _unconfirmed(search: _Search, why: str) -> Recommendation:
     """What can be said from the search alone; `why` there is no more."""
     if search.best is None:
-        return Recommendation(candidate=PLAIN, flag="", reason="nothing was measured")
+        return unknown("nothing was measured")
     speed = search.speed_of(search.best)
     standing = f"the best of the search is {search.best.name}, {described(speed)} over plain decoding"
-    if speed.value <= 1:
-        return Recommendation(candidate=PLAIN, flag="", reason=f"nothing was faster than plain decoding: {standing}")
+    if not speed.sure:
+        return unknown(standing)
+    if speed.low <= 1:
+        doubt = "surely " if speed.value > 1 else ""
+        return Recommendation(candidate=PLAIN, flag="", reason=f"nothing was {doubt}faster than plain decoding: {standing}")
     return Recommendation(candidate=search.best.name, flag=search.best.flag, reason=f"{standing}; {why}")
 
 
@@ -185,12 +199,18 @@ class _Search:
         self.lineup.start(group)
         first, next_cut = len(self.rounds), 1
         dropped: set[str] = set()
-        while len(self.lineup.engines) > 1 and clock.another():
-            self._round()
-            if len(self.rounds) - first == next_cut:  # after 1, 3, 7, ... rounds: as much time for half of them as for all
-                next_cut = 2 * next_cut + 1
-                dropped |= self._cut(by_name, self.rounds[first:])
-        self._settle(title, by_name, dropped, self.rounds[first:])
+        whole = False
+        try:
+            while len(self.lineup.engines) > 1:
+                if (len(self.rounds) > first and not self.lineup.has_prompts()) or not clock.another():
+                    break
+                self._round()
+                if len(self.rounds) - first == next_cut:  # after 1, 3, 7, ... rounds: as much time for half of them as for all
+                    next_cut = 2 * next_cut + 1
+                    dropped |= self._cut(by_name, self.rounds[first:])
+            whole = True
+        finally:  # after an interrupt, too: what was measured by then is reported
+            self._settle(title, by_name, dropped, self.rounds[first:], whole)
 
     def _round(self) -> None:
         measured: dict[int, dict[str, Sample]] = {}
@@ -220,16 +240,18 @@ class _Search:
         by_name: Mapping[str, Candidate],
         dropped: set[str],
         rounds: Sequence[Mapping[int, Mapping[str, Sample]]],
+        whole: bool,
     ) -> None:
-        """Note what was tried, and make the fastest of the survivors the best."""
+        """Note what was tried, and make the fastest of the survivors the best; an interrupted race changes no best."""
         alive = [name for name in self.lineup.engines if name in by_name]
         standing = self._standing(alive, rounds)
         held = standing.get(self.best.name, 0.0) * WORTH_IT if self.best else 0.0
         ahead = [name for name in standing if standing[name] > held]
-        if ahead:
+        if ahead and (whole or self.best is None):
             self.best = by_name[max(ahead, key=lambda name: standing[name])]
         for name in self._standing(list(by_name), rounds):
-            outcome = BEST if self.best and name == self.best.name else DROPPED if name in dropped else SLOWER
+            rest = DROPPED if name in dropped else SLOWER if whole else CUT_OFF
+            outcome = BEST if self.best and name == self.best.name else rest
             self._note(title, by_name[name], outcome)
         for name in alive:
             if self.best is None or name != self.best.name:

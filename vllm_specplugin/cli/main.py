@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,7 +136,7 @@ def validate(
     bias: Annotated[float, typer.Option(help="The share of probability that must not go astray unseen.")] = 0.01,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the run; another one draws other samples.")] = 0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the report and the state.")] = Path("specplugin-validate"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Drop what the folder holds instead of going on with it.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Drop an earlier run's state instead of going on with it.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
 ) -> None:
     """Test on the real engine whether speculation changes the answers of this model; Ctrl-C keeps what was measured.
@@ -144,9 +145,15 @@ def validate(
     """
     from vllm_specplugin.cli.validate import validate_command
 
-    code = validate_command(
-        model, speculative_config, prompts, sampling_params, engine_args, tokens, alpha, bias, seed, out, fresh, json
-    )
+    try:
+        code = validate_command(
+            model, speculative_config, prompts, sampling_params, engine_args, tokens, alpha, bias, seed, out, fresh, json
+        )
+    except SpecPluginError:
+        raise
+    except Exception as error:  # Python would end with 1, which says BIASED here
+        traceback.print_exc()
+        raise typer.Exit(USAGE_ERROR) from error
     raise typer.Exit(code)
 
 

@@ -6,7 +6,6 @@ chosen from plain decoding alone, so the plain engine runs first and is not need
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +39,9 @@ FIRST_ROUND, LARGEST_ROUND = 1_000, 50_000
 ROUND_SECONDS = 10.0
 
 STATE, DISTRIBUTIONS, LEVEL, ROUND = "state.json", "distributions.npy", "level.npy", "round.npz"
+PLAIN, SPECULATIVE = "plain", "speculative"
+OURS = (STATE, f"{STATE}.partial", DISTRIBUTIONS, LEVEL, ROUND, f"{PLAIN}.log", f"{SPECULATIVE}.log")
+"""All that a run leaves in its folder: what --fresh drops, and nothing else."""
 
 
 def run(plan: Plan, out: Path, *, fresh: bool = False, progress: bool = True) -> Report:
@@ -48,16 +50,23 @@ def run(plan: Plan, out: Path, *, fresh: bool = False, progress: bool = True) ->
     Ctrl-C ends the run early: what was measured is kept and reported, and the same call goes on from there.
 
     Raises:
-        SpecPluginError: the folder cannot be used, or an engine failed (its log is named).
+        SpecPluginError: the folder cannot be used or the disk is full, or an engine failed (its log is named).
     """
     work = out / "state"
     try:
-        if fresh:
-            shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
+        for name in OURS if fresh else ():
+            (work / name).unlink(missing_ok=True)
     except OSError as error:
         raise SpecPluginError(f"--out {out} cannot be used: {error.strerror}; choose another folder.") from error
     state = open_state(work / STATE, plan.fingerprint(), fresh)
+    try:
+        return _measure_and_report(plan, out, work, state, progress)
+    except OSError as error:
+        raise SpecPluginError(f"the run ended with {error}; what {work} holds is whole, and the same command goes on.") from error
+
+
+def _measure_and_report(plan: Plan, out: Path, work: Path, state: State, progress: bool) -> Report:
     interrupted, measured = False, True
     with _bars(progress) as bars:
         try:
@@ -83,10 +92,10 @@ class _Run:
         """Do what is missing; whether anything was."""
         missing = self.state.plain is None or self.state.tested is None or self._wanted() > 0
         if self.state.plain is None:
-            with self._engine("plain", None) as (engine, facts):
+            with self._engine(PLAIN, None) as (engine, facts):
                 self._measure_plain(engine, facts)
         if self.state.tested is None or self._wanted():
-            with self._engine("speculative", self.plan.speculative_config) as (engine, facts):
+            with self._engine(SPECULATIVE, self.plan.speculative_config) as (engine, facts):
                 if self.state.tested is None:
                     self._measure_greedy(engine, facts)
                 self._sample(engine, facts)
