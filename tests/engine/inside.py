@@ -55,7 +55,6 @@ def guard(llm: Any) -> dict[str, Any]:
         "faults": {str(kind): count for kind, count in it.faults.items()},
         "switched_off": it.switched_off,
         "plain": len(it._plain),
-        "steps": it.steps,
         "busy": it._worker is not None and it._worker.busy,
     }
 
