@@ -170,7 +170,15 @@ def answers_of(model: str) -> Answers:
     from vllm.platforms import current_platform
 
     dtype: Any = fast_type(str(current_platform.device_type))
-    llm = LLM(model, dtype=dtype, enforce_eager=True, enable_prefix_caching=False, max_model_len=1024, max_num_seqs=max(REQUESTS))
+    arguments: dict[str, Any] = {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_model_len": 1024,
+        "max_num_seqs": max(REQUESTS),
+        "kv_cache_memory_bytes": 2**31,  # on a CPU it would take all that is free,
+        "gpu_memory_utilization": 0.5,  # or refuse to, where others have some
+    }
+    llm = LLM(model, dtype=dtype, **arguments)
     found: Answers = {}
     for kind in KINDS:
         prompts = built_in(llm.get_tokenizer(), [kind], PER_KIND, 0).take(PER_KIND)

@@ -287,18 +287,22 @@ def watch_sources(llm: Any) -> None:
     last: dict[str, str] = {}
     BY_SOURCE.clear()
 
-    def noted(requests: Any, *arguments: Any, **named: Any) -> Any:
-        checked = propose(requests, *arguments, **named)
+    pending: list[Any] = []
+
+    def counted(tested: Any) -> None:
+        pending.append(tested)
+        verified(tested)
+
+    def noted(requests: Any, k: int, committed_ids: Any, committed_counts: Any, *arguments: Any, **named: Any) -> Any:
+        while pending:
+            for request, drafts, tokens in zip(requests, pending.pop().tolist(), committed_counts.tolist(), strict=True):
+                if drafts and last.get(request.request_id):
+                    tally = BY_SOURCE.setdefault(last[request.request_id], [0, 0])
+                    tally[0] += drafts
+                    tally[1] += max(tokens - 1, 0)
+        checked = propose(requests, k, committed_ids, committed_counts, *arguments, **named)
         last.update(zip((request.request_id for request in requests), checked.sources or [""] * len(requests), strict=True))
         return checked
-
-    def counted(requests: Any, tested: Any, emitted: Any) -> None:
-        for request, drafts, tokens in zip(requests, tested.tolist(), emitted.tolist(), strict=True):
-            if drafts and last.get(request.request_id):
-                tally = BY_SOURCE.setdefault(last[request.request_id], [0, 0])
-                tally[0] += drafts
-                tally[1] += max(tokens - 1, 0)
-        verified(requests, tested, emitted)
 
     it.propose, it.verified = noted, counted
 
