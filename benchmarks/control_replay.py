@@ -182,7 +182,7 @@ def answers_of(model: str) -> Answers:
     found: Answers = {}
     for kind in KINDS:
         prompts = built_in(llm.get_tokenizer(), [kind], PER_KIND, 0).take(PER_KIND)
-        params = SamplingParams(temperature=1.0 if kind == RANDOM else 0.0, max_tokens=TOKENS, ignore_eos=True, seed=0)
+        params = SamplingParams(temperature=1.0 if kind == RANDOM else 0.0, max_tokens=TOKENS, ignore_eos=True)
         outputs: list[Any] = llm.generate([TokensPrompt(prompt_token_ids=each) for each in prompts], params)
         found[kind] = [(prompt, list(out.outputs[0].token_ids)) for prompt, out in zip(prompts, outputs, strict=True)]
     return found
