@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.support.pretend import Cost, Pretended, Traffic, controlled, copying, dense, few_cores, fields, mixture, steady
-from vllm_specplugin.control.acceptance import Acceptance
+from vllm_specplugin.control.acceptance import DOUBT, LATE_LEAN, Acceptance
 from vllm_specplugin.control.clock import STEP_CLOCK, StepClock
 from vllm_specplugin.control.controller import LEAST_REFERENCE_INTERVAL, PROBE_SHARE, TRIAL_STEPS, Controller
 from vllm_specplugin.control.costs import CostTable, TypicalSeconds
-from vllm_specplugin.control.kernels import KERNELS
+from vllm_specplugin.control.kernels import KERNELS, turns
 from vllm_specplugin.control.policy import choose
 
 # -- costs -------------------------------------------------------------------------------------------------
@@ -535,6 +535,15 @@ def test_a_pause_between_two_steps_is_no_slow_step() -> None:
         return float(control.costs.seconds(1, 0)[0])
 
     assert cost(pauses=True) < 0.8 * cost(pauses=False)
+
+
+def test_what_a_proposer_does_lately_counts_beyond_chance() -> None:
+    """20 tests of which 19 were foreseen, 12 +- 2 or none; the sources are independent of each other."""
+    lately = np.array([[20.0, 4.0, 19.0, 0.95], [20.0, 9.0, 12.0, 4.0], [20.0, 20.0, 12.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
+    worse, same, better, unknown = turns(lately, DOUBT, LATE_LEAN)
+    assert worse < -2
+    assert same == unknown == 0
+    assert better > 0.5
 
 
 def test_a_paused_clock_stands_still() -> None:
