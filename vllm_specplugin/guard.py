@@ -179,13 +179,16 @@ class Guard:
         """Hand the verdict on, unless the proposer has not kept up. It may take as long as a step's drafts."""
         if self.switched_off or not self.wants_verdicts:
             return
-        if self._worker is None:
+
+        def hand_on() -> None:
             self._caught("observe", lambda: self.proposer.observe(verdict))
+
+        if self._worker is None:
+            hand_on()
         elif not self._worker.busy:
-            self._worker.run(lambda: self._caught("observe", lambda: self.proposer.observe(verdict)), self.budget_seconds)
+            self._worker.run(hand_on, self.budget_seconds)
             if self._worker.busy:
-                budget = f"a budget of {self.budget_seconds * 1000:g} ms per step"
-                self._fault(Fault.LATE, f"taking over a verdict takes longer than {budget}; steps go on without it")
+                self._fault(Fault.LATE, f"taking over a verdict takes longer than {self._budget}; steps go on without it")
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop the state of requests that ended; at once, or as soon as the proposer is free."""
@@ -199,6 +202,10 @@ class Guard:
             self._forget_now()
         elif not self._worker.busy:
             self._worker.run(self._forget_now, self.budget_seconds)
+
+    @property
+    def _budget(self) -> str:
+        return f"a budget of {self.budget_seconds * 1000:g} ms per step"
 
     # -- asking ------------------------------------------------------------
 
@@ -224,9 +231,8 @@ class Guard:
         seconds = time.perf_counter() - started
         if seconds <= self.budget_seconds:
             return drafts
-        budget = f"a budget of {self.budget_seconds * 1000:g} ms per step"
         then = "they wait for it, as the ranks work together" if self._spans_ranks else "steps go on without it"
-        self._fault(Fault.LATE, f"drafting takes {seconds * 1000:.0f} ms or more, of {budget}; {then}")
+        self._fault(Fault.LATE, f"drafting takes {seconds * 1000:.0f} ms or more, of {self._budget}; {then}")
         if self._spans_ranks:
             return drafts
         if self._worker is None:

@@ -48,7 +48,6 @@ class Batch:
     """The counters of speculation when it began."""
     start: float = 0.0
     """By the clock of steps."""
-    begun: bool = False
     requests: dict[str, Timed] = field(default_factory=dict)
 
     @property
@@ -140,8 +139,8 @@ class Engine:
         engine, batch = self.llm.llm_engine, self.batch
         STEP_CLOCK.resume()
         resumed = STEP_CLOCK()
-        if not batch.begun:
-            batch.begun, batch.before, batch.start = True, spec_counters(self.llm), STEP_CLOCK()
+        if not batch.requests:  # it has not begun
+            batch.before, batch.start = spec_counters(self.llm), STEP_CLOCK()
             self._submit(batch, batch.at_once)
         while engine.has_unfinished_requests():
             outputs = engine.step()

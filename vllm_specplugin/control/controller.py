@@ -130,7 +130,7 @@ class Controller:
         """Steps left in which a paused proposer is tried."""
         self._lapsed: set[str] = set()
         self._begun: set[str] = set()
-        """The requests that are new in this step, where `begin` has been told of it."""
+        """The requests that are new in this step, where `begin` has been told of it, and it matters (`stateful`)."""
 
     @property
     def state(self) -> ControlState:
@@ -185,7 +185,8 @@ class Controller:
             self.costs.observe(len(running), int(tested.sum()), now - self._ended)
         self._running, self._rows = running, len(running)
         self._asked, self._asked_before = False, self._asked
-        self._begun = {request_id for request_id in request_ids if self.acceptance.is_new(request_id)}
+        if self.stateful:
+            self._begun = {request_id for request_id in request_ids if self.acceptance.is_new(request_id)}
         self._slots = self.acceptance.slots(request_ids)
         self.acceptance.committed(self._slots, tokens, offsets, tested)
 
