@@ -23,7 +23,9 @@ def narrow(pytestconfig: pytest.Config) -> Path:
     return pytestconfig.cache.mkdir("tiny")
 
 
-def sample(engines: SideBySide, requests: int | None = None, max_tokens: int = NUM_TOKENS) -> tuple[list[tuple[int, ...]], Counters]:
+def sample(
+    engines: SideBySide, requests: int | None = None, max_tokens: int = NUM_TOKENS
+) -> tuple[list[tuple[int, ...]], Counters]:
     """The first tokens of many requests, and the metrics; every eighth request is greedy, and its tokens are left out."""
     hot = {"temperature": TEMPERATURE, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
     asked = [hot | {"temperature": 0.0} if place % 8 == 7 else hot for place in range(requests or REQUESTS[engines.runner])]

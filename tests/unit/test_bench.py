@@ -655,6 +655,7 @@ class ModelConfig:
     """What is asked of vLLM's class of that name."""
 
     dtype = SimpleNamespace(itemsize=2)
+    use_mla = False
 
     def __init__(self, layers: int, **hf_config: int) -> None:
         self.layers, self.hf_config = layers, SimpleNamespace(**hf_config)
@@ -675,14 +676,14 @@ class ModelConfig:
 def test_the_kv_cache_has_room_for_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a configuration that is made up; `tests/engine/test_bench.py` asks vLLM."""
 
-    def engine_args(target: ModelConfig, speculative_config: dict[str, Any] | None = None, **_: int) -> Any:
+    def engine_args(target: ModelConfig, speculative_config: dict[str, Any] | None = None, kept: str = "auto", **_: int) -> Any:
         spec = None
         if speculative_config is not None:
             speculative_config["target_model_config"] = target  # as vLLM does
             method, draft = speculative_config["method"], speculative_config["draft"]
             spec = SimpleNamespace(method=method, draft_model_config=draft, draft_parallel_config=None)
-            spec.uses_draft_kv_cache = lambda: method != "ngram"
-        cache = SimpleNamespace(block_size=16)
+            spec.kv_cache_dtype, spec.uses_draft_kv_cache = None, lambda: method != "ngram"
+        cache = SimpleNamespace(block_size=16, cache_dtype=kept)
         config = SimpleNamespace(model_config=target, parallel_config=None, cache_config=cache, speculative_config=spec)
         return SimpleNamespace(create_engine_config=lambda: config)
 
@@ -690,6 +691,10 @@ def test_the_kv_cache_has_room_for_a_draft_model(monkeypatch: pytest.MonkeyPatch
     alone = {"target": ModelConfig(30), "max_model_len": 2000, "max_num_seqs": 64}
     plain = kv_bytes(alone)
     assert plain > LEAST_KV
+    assert kv_bytes({**alone, "kept": "fp8"}) == plain / 2, "one byte for a number instead of two"
+    compressed = ModelConfig(30)
+    compressed.use_mla = True
+    assert kv_bytes({**alone, "target": compressed}) == pytest.approx(plain / 4), "one vector, not two of two heads"
 
     def beside(method: str, draft: ModelConfig) -> float:
         given = {"method": method, "draft": draft}

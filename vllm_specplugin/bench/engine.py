@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_specplugin.control.clock import STEP_CLOCK
 from vllm_specplugin.engine_process import serve_engine, spec_counters
 from vllm_specplugin.guard import wait_for_late_work
+from vllm_specplugin.runtime.kv import draft_bytes, target_bytes
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -202,22 +203,10 @@ def kv_bytes(arguments: Mapping[str, Any]) -> int:
 
     # Of a copy, since vLLM adds to the speculative configuration that it is given.
     config = EngineArgs(**copy.deepcopy(dict(arguments))).create_engine_config()
-    parallel, spec = config.parallel_config, config.speculative_config
-    per_token = _kept_per_token(config.model_config, config.model_config.get_num_layers(parallel), parallel)
-    if spec is not None and spec.uses_draft_kv_cache():
-        draft = spec.draft_model_config
-        mtp = getattr(draft.hf_config, "n_predict", None) or 1
-        layers = mtp if spec.method == "mtp" else draft.get_total_num_hidden_layers()
-        per_token += _kept_per_token(draft, layers, spec.draft_parallel_config)
+    per_token = target_bytes(config) + draft_bytes(config)
     block = config.cache_config.block_size or 128
     longest = -(-arguments["max_model_len"] // block) * block
     return max(int(KV_MARGIN * per_token * longest * arguments["max_num_seqs"]), LEAST_KV)
-
-
-def _kept_per_token(model: Any, layers: int, parallel: Any) -> int:
-    """Bytes of keys and values, at most: vLLM's ModelConfig of the target or of its drafter."""
-    size: int = 2 * layers * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
-    return size
 
 
 if __name__ == "__main__":

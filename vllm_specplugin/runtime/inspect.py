@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.errors import SpecPluginError
+from vllm_specplugin.runtime.kv import draft_bytes
 from vllm_specplugin.runtime.seams import Runner
 from vllm_specplugin.types import Host
 
@@ -145,19 +146,8 @@ def _from_config(config: Any, flags: Mapping[str, Any]) -> Engine:
         plans_ahead=ours and spec.plans_ahead,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         host=host,
-        native_kv_bytes=_native_kv_bytes(config) if ours and spec.native is not None else None,
+        native_kv_bytes=draft_bytes(config) if ours and spec.native is not None else None,
     )
-
-
-def _native_kv_bytes(config: Any) -> int:
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
-    spec, draft = config.speculative_config, config.speculative_config.draft_model_config
-    kept = spec.kv_cache_dtype or config.cache_config.cache_dtype
-    layers = getattr(draft.hf_config, "n_predict", None) if spec.native == "mtp" else draft.get_total_num_hidden_layers()
-    vectors = 1 if draft.use_mla else 2 * draft.get_num_kv_heads(spec.draft_parallel_config)
-    size: int = (layers or 1) * vectors * draft.get_head_size() * kv_cache_dtype_str_to_dtype(kept, draft).itemsize
-    return size
 
 
 def _guessed_runner() -> tuple[Runner, str]:
