@@ -100,8 +100,6 @@ class SpecConfig(BaseModel):
                 ours[key] = normalise(ours[key])
         if isinstance(ours.get("options"), Mapping):
             ours["options"] = normalised_keys(ours["options"], "options.")
-        if isinstance(ours.get("draft_budget_ms"), int):
-            ours["draft_budget_ms"] = float(ours["draft_budget_ms"])
         try:
             return cls(**ours, host=host)
         except ValidationError as error:

@@ -2,7 +2,7 @@
 
 The life of a draft, each state a part of the one before it:
 
-* **drafted**: a proposer made it, and the guard let it through;
+* **drafted**: a proposer made it, and the guard and control let it through;
 * **scheduled**: a pass of the target was planned for it;
 * **trimmed**: the request's grammar refused it, so that it was not verified: before it was scheduled, or after, where scheduling
   is asynchronous;

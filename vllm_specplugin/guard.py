@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet, finalize
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 from vllm_specplugin.errors import DraftError
 from vllm_specplugin.proposers.base import Proposer
-from vllm_specplugin.types import Drafts, Step, Verdict
+from vllm_specplugin.types import Drafts, History, Step, Verdict
 
 logger = logging.getLogger("vllm.specplugin")  # a child of vLLM's logger, so that it is formatted and shown like vLLM's own
 
@@ -108,6 +109,30 @@ class CheckedDrafts:
     def rows(self) -> list[list[int]]:
         """The ragged rows."""
         return [ids[:length] for ids, length in zip(self.token_ids.tolist(), self.lengths.tolist(), strict=True)]
+
+
+class StepIsOver(BaseException):
+    """Raised in a proposer that asks for tokens of a step which nobody waits for any more; no failure of its own."""
+
+
+class PassingHistory:
+    """A step's history for a proposer's thread: copies, and none once the engine has gone on and changes the tables under it."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self.over = False
+
+    def host(self, row: int) -> NDArray[np.int32]:
+        tokens = np.array(self._history.host(row), dtype=np.int32)
+        if self.over:  # before or while they were copied
+            raise StepIsOver
+        return tokens
+
+    def device(self, row: int) -> torch.Tensor:
+        tokens = self._history.device(row)
+        if self.over:
+            raise StepIsOver
+        return tokens
 
 
 class Guard:
@@ -227,7 +252,10 @@ class Guard:
         if self._worker is None:
             drafts = self._attempt(step)
         else:
-            drafts = self._worker.run(lambda: self._attempt(step), self.budget_seconds) or _empty(step)
+            history = PassingHistory(step.history)
+            job = partial(self._attempt_while_it_lasts, replace(step, history=history))
+            drafts = self._worker.run(job, self.budget_seconds) or _empty(step)
+            history.over = self._worker.busy
         seconds = time.perf_counter() - started
         if seconds <= self.budget_seconds:
             return drafts
@@ -250,6 +278,12 @@ class Guard:
 
     def _fell_back(self, reason: Fallback, step: Step) -> None:
         self.fallbacks[reason] += int(np.count_nonzero(step.limits))  # the others have no use for drafts
+
+    def _attempt_while_it_lasts(self, step: Step) -> CheckedDrafts:
+        try:
+            return self._attempt(step)
+        except StepIsOver:
+            return _empty(step)
 
     def _attempt(self, step: Step) -> CheckedDrafts:
         until = time.perf_counter() + self.budget_seconds

@@ -220,6 +220,10 @@ def chat(random: random.Random) -> list[Message]:
     return [_user(question + random.choice(CHAT_STYLES))]
 
 
+MOST_REPEATS = 2000
+"""Prompts in a row that were made before, after which a kind is taken to be used up."""
+
+
 def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
@@ -235,13 +239,17 @@ def prompts(count: int, seed: int) -> Iterator[dict[str, object]]:
         "chat": lambda: chat(dice),
     }
     seen: set[str] = set()
+    repeats = 0
     kinds = ["code rewriting", "document question", "code rewriting", "JSON extraction", "chat"]
     while len(seen) < count:
         kind = kinds[len(seen) % len(kinds)]
         messages = makers[kind]()
         if (key := json.dumps(messages)) not in seen:
+            repeats = 0
             seen.add(key)
             yield {"kind": kind, "messages": messages}
+        elif (repeats := repeats + 1) == MOST_REPEATS:
+            raise SystemExit(f"There are not many more prompts of the kind {kind!r} than those of the first {len(seen)}.")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.support.steps import host, step
 from vllm_specplugin import Capabilities, Drafts, Proposer, Step, Verdict
 from vllm_specplugin import guard as guard_module
-from vllm_specplugin.guard import MAX_FAILED_STEPS, Fallback, Fault, Guard
+from vllm_specplugin.guard import MAX_FAILED_STEPS, Fallback, Fault, Guard, wait_for_late_work
 from vllm_specplugin.proposers.base import ProposerOptions
 
 VOCAB = 100
@@ -705,3 +705,29 @@ def test_ranks_that_draft_together_skip_no_step_by_their_own_clocks(caplog: pyte
         assert guard.propose(two_rows()).rows() == [[1], [2]]
     assert guard.faults == {Fault.LATE: 4}
     assert "the ranks work together" in caplog.text
+
+
+@pytest.mark.parametrize("row_by_row", [False, True])
+def test_a_late_proposer_reads_no_tokens_of_a_step_that_is_over(row_by_row: bool) -> None:
+    """The engine's table has other requests' tokens in that row by then. It is late, and at fault in nothing else."""
+    release, read = threading.Event(), []
+
+    def answer(current: Step) -> Drafts:
+        if row_by_row and current.num_rows == 2:
+            raise ValueError("no two rows")
+        release.wait(10)
+        read.append(current.history.host(0))
+        return Drafts([[1]] * current.num_rows)
+
+    guard, _ = guard_of(answer, budget_ms=30)
+    late = two_rows()
+    assert guard.propose(late).rows() == [[], []]
+    for row in late.history.rows:  # type: ignore[attr-defined]
+        row[:] = 99
+    release.set()
+    wait_for_late_work(10)
+    assert not read
+    assert guard.faults == {Fault.LATE: 1} | ({Fault.EXCEPTION: 1} if row_by_row else {})
+    if not row_by_row:
+        assert guard.propose(two_rows()).rows() == [[1], [1]]
+        assert read

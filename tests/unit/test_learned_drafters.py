@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,10 @@ def test_prompts_that_were_cut_short_are_made_again(scripts: Scripts) -> None:
     assert len(scripts.calls("python")) == 2
     (prompts,) = scripts.work.glob("prompts-*.jsonl")
     assert all(f" --data {prompts} " in call for call in scripts.calls("vllm-specplugin distill"))
+
+
+def test_prompts_end_where_a_kind_is_used_up(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "prompts.py"), "--count", "9000", "--out", str(tmp_path / "prompts.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "There are not many more prompts of the kind 'chat'" in done.stderr

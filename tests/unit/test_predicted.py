@@ -265,6 +265,35 @@ def test_the_tokenizer_is_loaded_before_the_first_text() -> None:
     make(encode=lambda text: 1 // 0).load(None)  # type: ignore[arg-type]
 
 
+def test_one_text_at_a_time_though_its_request_is_gone() -> None:
+    """A tokenizer may object to two threads at once, and is still at what was sent before."""
+    hold, at_once, most = threading.Event(), [0], [0]
+
+    def slow(text: str) -> list[int]:
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        if len(text) > 100:
+            assert hold.wait(10)
+        at_once[0] -= 1
+        return letters(text)
+
+    proposer = make(encode=slow)
+    long = "".join(chr(300 + token) for token in TEXT) * (TEXT_PER_STEP // 600 + 1)
+    requests = {name: Request(name, prediction=long) for name in ("gone", "queued")}
+    known = {"gone": [1], "queued": [1]}
+    assert proposer.propose(step(known, k=1, requests=requests)).lengths.tolist() == [0, 0]  # type: ignore[union-attr]
+    proposer.forget(["queued"])  # before it is begun with
+    proposer.forget(["gone"])  # while it is worked on
+    requests, short = {"short": Request("short", prediction="short one")}, letters("short one")
+    proposer.propose(step({"short": [1]}, k=1, requests=requests))
+    assert most == [1]
+    hold.set()
+    proposer._coming["short"].result(10)
+    found = proposer.propose(step({"short": [1, *short[:1]]}, {"short": 1}, k=1, requests=requests))
+    assert found.lengths.tolist() == [1]  # type: ignore[union-attr]
+    assert most == [1]
+
+
 def test_a_long_text_is_tokenized_beside_the_steps() -> None:
     """No step waits for it; once it is there, the answer so far is found in it. Short ones that come later queue behind it."""
     hold, calls = threading.Event(), []

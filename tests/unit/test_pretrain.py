@@ -14,6 +14,7 @@ from tests.support.tiny import tiny_model
 from vllm_specplugin.errors import ConfigError
 from vllm_specplugin.heads import medusa_files
 from vllm_specplugin.heads.checkpoint import Tensors, inspect, tensors
+from vllm_specplugin.heads.files import read_json
 from vllm_specplugin.heads.medusa import MedusaHeads
 from vllm_specplugin.train.export_mtp import check_fits_mimo
 from vllm_specplugin.train.options import MTPOptions, parse_options
@@ -77,6 +78,11 @@ def test_modules_for_a_frozen_target(target: Path, data: Path, tmp_path: Path) -
     assert set(after) == {*before, *(prefix + name for name in MODULE), *biases}
     assert not any(after[name].any() for name in biases)
     assert torch.equal(logits(target), logits(tmp_path / "out"))
+    # And is loaded as it: the type that training ran in, for one, is not the model's.
+    layout = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    written = read_json(tmp_path / "out" / "config.json")
+    assert written.pop("vllm_specplugin") == info.provenance
+    assert written == {**read_json(target / "config.json"), **layout}
     assert info.provenance["options"]["variant"] == "sequential"
     assert info.provenance["data"]["sha256"]
     assert set(outcome.results) >= {"depth 2", "depth 3", "acceptance_1", "acceptance_length"}
@@ -190,6 +196,8 @@ def test_a_target_that_does_not_fit_is_refused_before_training(tmp_path: Path, d
     [
         ({"variant": "parallel", "modules": "separate"}, "--modules separate is for --variant sequential"),
         ({"norm": "pre"}, "--norm is for --variant parallel"),
+        ({"num_layers": 2}, "--num-layers is for --variant parallel"),
+        ({"variant": "parallel", "num_layers": 0}, "'--num-layers' is 0"),
         ({"trunk": "joint", "labels": "soft"}, "need --trunk frozen"),
         ({"trunk": "scratch", "loss_vocab_size": 9}, "need --trunk frozen"),
         ({"depth": 1}, "'--depth' is 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from tests.support.steps import host, step
 from tests.support.weak_hash import with_weak_hash
 from vllm_specplugin.compiled import kernel_over
 from vllm_specplugin.errors import ConfigError
-from vllm_specplugin.proposers import suffix_answers, suffix_index, suffix_kernels, suffix_tree
+from vllm_specplugin.proposers import suffix_answers, suffix_index, suffix_kernels, suffix_store, suffix_tree
 from vllm_specplugin.proposers.ngram_kernels import KEY_SHIFT, LENGTH_MASK, MAX_TOKENS, home, make_key, mix
 from vllm_specplugin.proposers.suffix import SuffixOptions, SuffixProposer
 from vllm_specplugin.proposers.suffix_answers import Answers, pieces_of, ring_bytes, ring_size
@@ -188,6 +189,11 @@ def texts(proposer: SuffixProposer) -> list[list[int]]:
     return [piece.tokens.tolist() for piece in proposer.index.answers.texts()]
 
 
+def in_file(file: Path) -> list[list[int]]:
+    with np.load(file) as stored:
+        return [piece.tokens.tolist() for piece in pieces_of(stored["tokens"], stored["origins"], int(stored["head"]))]
+
+
 def test_a_preempted_request_is_counted_once() -> None:
     proposer = make()
     drafts(proposer, {"a": [1, 2, 3]})
@@ -197,12 +203,14 @@ def test_a_preempted_request_is_counted_once() -> None:
     assert texts(proposer) == [[3, 4, 5], [6]]
 
 
-def test_tokens_that_nobody_announced_do_not_join_an_answer() -> None:
+def test_what_was_missed_may_fill_several_pieces() -> None:
+    """And is all in the ring, whatever comes next to it."""
     proposer = make()
-    drafts(proposer, {"a": [1, 2, 3]})
-    drafts(proposer, {"a": [1, 2, 3, 4, 5, 6]}, {"a": 1})
-    assert texts(proposer) == [[3], [6]]
-    assert [piece.context.tolist() for piece in proposer.index.answers.texts()] == [[1, 2], [1, 2, 3, 4, 5]]
+    answer = np.random.default_rng(1).integers(0, 1000, 2 * CHUNK).tolist()
+    drafts(proposer, {"a": [1, 2, *answer[:1]]}, {"a": 1})
+    drafts(proposer, {"a": [1, 2, *answer]}, {"a": 2})
+    assert [token for piece in texts(proposer) for token in piece] == answer
+    assert_sound(proposer.index.answers)
 
 
 def test_rows_that_prefill_leave_no_answer() -> None:
@@ -450,22 +458,57 @@ def test_answers_outlive_the_engine(tmp_path: Path) -> None:
     assert drafts(again, {"a": [9, *text[:5]]})["a"] == text[5 : 5 + K]
 
 
-def test_writes_off_the_steps_path_when_something_was_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_off_the_steps_path_while_there_is_something_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is idle afterwards, or killed, has its answers in the file all the same."""
+    monkeypatch.setattr(suffix_store, "SAVE_SECONDS", 0.02)
+    written = threading.Event()
+    write_file = suffix_store.AnswersFile._write
+
+    def told(*state: object) -> None:
+        write_file(*state)  # type: ignore[arg-type]
+        written.set()
+
+    monkeypatch.setattr(suffix_store.AnswersFile, "_write", told)
     file = tmp_path / "answers.npz"
     proposer = loaded(cache_file=str(file))
-    store = proposer._file
-    assert store is not None
-    now = [0.0]
-    monkeypatch.setattr("vllm_specplugin.proposers.suffix_store.time.monotonic", lambda: store._next_save + now[0])
-    writers = []
-    for seconds in (-1.0, 0.0, 0.0):
-        now[0] = seconds
-        drafts(proposer, {str(seconds): [1, 2, 3]})
-        writers.append(store._writer)
-    assert writers[0] is None
-    assert writers[1] is not None
-    writers[1].join()
-    assert file.exists()
+    assert not written.wait(0.2), "nothing has been answered"
+    drafts(proposer, {"a": [1, 2, 3]}, {"a": 1})
+    assert written.wait(10)
+    first = in_file(file)
+    written.clear()
+    assert not written.wait(0.2), "nothing is new"
+    drafts(proposer, {"a": [1, 2, 3, 4]}, {"a": 1})  # in the chunk that is in the file already
+    assert written.wait(10)
+    assert (first, in_file(file)) == ([[3]], [[3, 4]])
+
+
+def test_a_process_that_was_forked_off_keeps_its_answers(tmp_path: Path) -> None:
+    """It ends without what `atexit` knows of, and with its engine still there."""
+    file = tmp_path / "answers.npz"
+
+    def serve() -> None:
+        gc.disable()
+        proposer = loaded(cache_file=str(file))
+        drafts(proposer, {"a": [1, 2, 3]}, {"a": 1})
+        proposer.myself = proposer  # type: ignore[attr-defined]
+
+    child = multiprocessing.get_context("fork").Process(target=serve)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert in_file(file) == [[3]]
+
+
+def test_steps_that_nobody_told_of_belong_to_the_same_answer() -> None:
+    """Control leaves drafting off for most steps where it does not pay; what is answered then is learnt as well."""
+    proposer = loaded()
+    answer = np.random.default_rng(0).integers(0, 1000, 60).tolist()
+    for end in range(1, 61):
+        if end % 7 < 2:  # two steps in a row, as when a paused proposer is tried
+            drafts(proposer, {"a": [1, 2, 3, *answer[:end]]}, {"a": 1})
+    proposer.forget(["a"])
+    assert texts(proposer) == [answer[:57]]
+    assert drafts(proposer, {"b": [9, *answer[:20]]})["b"] == answer[20 : 20 + K]
 
 
 def test_what_comes_in_while_the_answers_are_copied_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,6 +580,7 @@ def test_a_disk_that_is_full_costs_the_file_only(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(np, "savez", full)
+    drafts(proposer, {"a": [1, 2, 3]})
     del proposer
     assert "no space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []

@@ -69,14 +69,17 @@ def test_plain_text_is_cut_into_paragraphs(tmp_path: Path) -> None:
     assert second.token_ids == (1, *letters("two lines\nhere"))
 
 
-def test_sequences_are_cut_and_those_without_an_answer_left_out(tmp_path: Path) -> None:
+def test_sequences_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = written(
         tmp_path,
         {"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5, 6]},
         {"prompt_token_ids": [1, 2, 3, 4], "token_ids": [5]},  # nothing of the answer is within 4 tokens
         {"token_ids": [9]},  # a single token is predicted by nothing
     )
-    assert read_examples(file, None, 4) == [Example((1, 2, 3, 4), 3)]
+    with caplog.at_level("WARNING", logger="vllm.specplugin"):
+        assert read_examples(file, None, 4) == [Example((1, 2, 3, 4), 3)]
+    assert "2 of 3 sequences" in caplog.text
+    assert "longer than --max-length 4" in caplog.text
 
 
 ASKED = {"role": "user", "content": "a"}

@@ -280,6 +280,14 @@ SPOILT: Mapping[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]
     "scales beside weights": lambda stored: {
         name: tensor.to(torch.float8_e4m3fn) if "mlp" in name else tensor for name, tensor in stored.items()
     },
+    "norms of queries": lambda stored: {
+        **stored,
+        **{f"model.layers.{n}.self_attn.q_norm.weight": torch.ones(4) for n in range(LAYERS)},
+    },
+    "biases": lambda stored: {
+        **stored,
+        **{name[: -len("weight")] + "bias": torch.ones(len(t)) for name, t in stored.items() if "k_proj" in name},
+    },
     "other shapes": lambda stored: {name: tensor[:-1] if "gate_proj" in name else tensor for name, tensor in stored.items()},
 }
 

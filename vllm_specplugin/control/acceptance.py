@@ -42,6 +42,8 @@ CAUTION = 1.5
 """Standard errors that drafts picked deterministically are thought to be worse than they seem. Of many estimates the highest are
 chosen, and those are mostly too high; nothing is lost by it, since these drafts are judged whether they are verified or not."""
 
+WINDOW_STEPS = 0.0
+COLUMN_LEAN = 0.0
 HIGHEST = 0.995
 """No draft is taken for certain."""
 
@@ -73,8 +75,10 @@ class Acceptance:
         """`[sources, streaks, columns]`: by kind of draft, older tests faded; the last is `_rates` less `CAUTION`."""
         self._tally = np.zeros((0, 3), dtype=np.int64)
         """`[sources, 3]`: chains, drafts and right drafts that were judged since `take`."""
-        self._lately, self._turns = np.zeros((0, 4)), np.zeros(0)
-        """`[sources, 4]` and `[sources]`: what was judged in the last steps, and what that says beyond the estimates."""
+        self._late_tests, self._late_accepted = np.zeros_like(self._tests), np.zeros_like(self._tests)
+        """The same of the last steps alone."""
+        self._turns = np.zeros(0)
+        """`[sources]`: what those say beyond the estimates."""
         self._slots: dict[str, int] = {}
         self._free = list(range(most_requests))
         self._of_request = np.zeros((most_requests, 3))
@@ -152,8 +156,8 @@ class Acceptance:
             self._of_request,
             (self._tests.ravel(), self._accepted.ravel(), self._rates.ravel()),
             self._tally,
-            self._lately,
-            0.5 ** (1 / WINDOW),
+            (self._late_tests.ravel(), self._late_accepted.ravel()),
+            0.5 ** (1 / max(WINDOW, WINDOW_STEPS * np.count_nonzero(self._lengths[slots]))),
             0.5 ** (1 / REQUEST_WINDOW),
             0.5 ** (1 / STEPS_LATELY),
         )
@@ -204,7 +208,8 @@ class Acceptance:
             more = np.zeros((1, *self._tests.shape[1:]))
             self._tests, self._accepted = np.concatenate([self._tests, more]), np.concatenate([self._accepted, more])
             self._tally = np.concatenate([self._tally, np.zeros((1, 3), dtype=np.int64)])
-            self._lately = np.concatenate([self._lately, np.zeros((1, 4))])
+            self._late_tests = np.concatenate([self._late_tests, more])
+            self._late_accepted = np.concatenate([self._late_accepted, more])
             self._update()
         source = np.fromiter((self._sources[name] for name in sources), dtype=np.int64, count=len(sources))
         first = (source * (len(STREAKS) + 1) + STREAKS.searchsorted(self._streaks[slots], side="right")) * self._columns
@@ -213,8 +218,8 @@ class Acceptance:
         return first[:, None] + self.k + np.minimum((expected * BINS).astype(np.int64), BINS - 1)
 
     def _update(self) -> None:
-        self._rates, self._cautious = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS, CAUTION)
-        self._turns = kernels.turns(self._lately, DOUBT, LATE_LEAN)
+        self._rates, self._cautious = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS, CAUTION, COLUMN_LEAN)
+        self._turns = kernels.turns(self._late_tests, self._late_accepted, self._rates, DOUBT, LATE_LEAN)
 
     def estimate(self, slots: NDArray[np.int64], cells: NDArray[np.int64], by_chance: bool = False) -> NDArray[np.float64]:
         """`[rows, k]`: how probably each draft is accepted once those before it are.

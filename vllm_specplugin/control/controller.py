@@ -37,6 +37,7 @@ LEAST_REFERENCE_INTERVAL = 16
 PAUSE_BELOW, RESUME_ABOVE = 0.0, 0.005
 """Mean gain of drafting, as a part of plain decoding's speed, at which a proposer is paused, and asked in every step again."""
 
+LONG_RUN = 0.0
 MARGIN, PAUSED_MARGIN = 0.01, 0.03
 """What a step must be expected to gain for its drafts to be verified: figures are never so exact that less would be a gain."""
 
@@ -124,6 +125,7 @@ class Controller:
         self._since_plain = 0
         self._changes = 0
         self._drafts_per_request = 0.0
+        self._tok = self._sec = 1.0
         self._reason = ""
         self._next_probe = 0
         self._trial = 0
@@ -258,18 +260,21 @@ class Controller:
             limits = np.where(np.array([bool(name) for name in names]), limits, 0)
         possible = limits if by_chance else np.minimum(lengths, limits)
         margin = PAUSED_MARGIN if self._paused else MARGIN
-        choice = foreseen = choose(estimates, possible, self._rows, self._seconds, margin)
+        choice = foreseen = choose(estimates, possible, self._rows, self._seconds, margin, self._usual())
         if self._lapsed:
             drafted_by = zip(request_ids, names, strict=True)
             useless = (name in self._lapsed and source in self._stateful_sources for name, source in drafted_by)
             lapsed = np.fromiter(useless, dtype=np.bool_, count=rows)
             lengths, limits = np.where(lapsed, 0, lengths), np.where(lapsed, 0, limits)
-            choice = choose(estimates, np.where(lapsed, 0, possible), self._rows, self._seconds, margin)
+            choice = choose(estimates, np.where(lapsed, 0, possible), self._rows, self._seconds, margin, self._usual())
         chosen = np.minimum(self._adjusted(choice, limits, by_chance), lengths)
         self.acceptance.keep(self._slots, token_ids, chosen if by_chance else lengths, kinds, by_chance)
         self._judge(foreseen)  # what drafting would bring if no request had lapsed, as will be once those end
         self._drafts_per_request += GAIN_RATE * (float(chosen.sum()) / self._rows - self._drafts_per_request)
         return chosen
+
+    def _usual(self) -> float:
+        return max(self._tok / self._sec, 1.0) if LONG_RUN else 0.0
 
     def _nothing_drafted(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """What `lengths` comes to where there is nothing to choose from."""
@@ -323,6 +328,9 @@ class Controller:
     def _judge(self, choice: Choice) -> None:
         """Note what drafting gains, its own time included, and pause or resume it."""
         seconds = choice.seconds + self._asking.seconds(self._rows)
+        if LONG_RUN:
+            self._tok += LONG_RUN * (choice.tokens / choice.requests - self._tok)
+            self._sec += LONG_RUN * (choice.seconds / choice.plain_seconds - self._sec)
         gain = choice.tokens / choice.requests * choice.plain_seconds / seconds - 1
         self._gain += GAIN_RATE * (gain - self._gain)
         dwell = min(DWELL << min(self._changes, 16), MOST_DWELL)

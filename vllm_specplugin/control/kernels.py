@@ -19,9 +19,6 @@ Flags = NDArray[np.bool_]
 # Columns of `of_request[slot]`: tests, how many were accepted, how many would have been by the estimates for all requests.
 TESTS, ACCEPTED, FORESEEN = range(3)
 
-# Columns of `lately[source]`: the same of its last steps, and the variance that the third should have.
-FORESEEN_VARIANCE = 3
-
 # Columns of `tally[source]`: first drafts that were judged, all drafts that were, and how many of those were right.
 CHAINS, JUDGED, RIGHT = range(3)
 
@@ -62,7 +59,7 @@ def judge(
     of_request: Floats,
     table: tuple[Floats, Floats, Floats],
     tally: Ints,
-    lately: Floats,
+    lately: tuple[Floats, Floats],
     fade: float,
     request_fade: float,
     step_fade: float,
@@ -83,7 +80,7 @@ def judge(
         of_request: `[slots, 3]`.
         table: tests, accepted and estimates of all cells, flat.
         tally: `[sources, 3]`.
-        lately: `[sources, 4]`.
+        lately: tests of the last steps' first chains, and how many were accepted, of all cells, flat.
         fade: what a test leaves of those before it in its cell.
         request_fade: the same in its request.
         step_fade: what a step with tests of a source leaves of those before it in `lately`.
@@ -91,6 +88,7 @@ def judge(
     ids, cells, lengths, by_chance = drafts
     open_ids, open_cells, open_lengths, decided = pending
     tests, accepted, estimates = table
+    late_tests, late_accepted = lately
     of_source = max(len(tests) // max(len(tally), 1), 1)
     faded = np.zeros(len(tally), dtype=np.bool_)
     for row in range(len(slots)):
@@ -119,12 +117,11 @@ def judge(
             of_request[slot, FORESEEN] += estimates[cell]
             source = cell // of_source
             if not faded[source]:
-                lately[source] *= step_fade
+                late_tests[source * of_source : (source + 1) * of_source] *= step_fade
+                late_accepted[source * of_source : (source + 1) * of_source] *= step_fade
                 faded[source] = True
-            lately[source, TESTS] += 1
-            lately[source, ACCEPTED] += hit
-            lately[source, FORESEEN] += estimates[cell]
-            lately[source, FORESEEN_VARIANCE] += estimates[cell] * (1 - estimates[cell])
+            late_tests[cell] += 1
+            late_accepted[cell] += hit
             tally[source, CHAINS] += place == 0
             tally[source, JUDGED] += 1
             tally[source, RIGHT] += hit
@@ -138,7 +135,7 @@ def judge(
 
 @kernel
 def rates(
-    tests: Floats, accepted: Floats, lean: float, prior: float, prior_tests: float, caution: float
+    tests: Floats, accepted: Floats, lean: float, prior: float, prior_tests: float, caution: float, column_lean: float
 ) -> tuple[Floats, Floats]:
     """`[sources, streaks, columns]`: the acceptance of each kind; one leans on its column, and a column on its source.
 
@@ -162,6 +159,7 @@ def rates(
                 own = accepted[source, streak, column] + lean * of_column
                 known = tests[source, streak, column] + lean
                 rate = own / known
+                known += min(all_tests, column_lean)
                 found[source, streak, column] = rate
                 cautious[source, streak, column] = max(rate - caution * np.sqrt(rate * (1 - rate) / known), 0.0)
     return found, cautious
@@ -174,21 +172,26 @@ def _logit(probability: float) -> float:
 
 
 @kernel
-def turns(lately: Floats, doubt: float, lean: float) -> Floats:
-    """`[sources]`: by how much, in log odds, a source does better or worse of late than its estimates say, beyond chance.
+def turns(tests: Floats, accepted: Floats, estimates: Floats, doubt: float, lean: float) -> Floats:
+    """`[sources]`: by how much, in log odds, a source does better or worse of late than its estimates say now, beyond chance.
 
     Args:
-        lately: `[sources, 4]`.
+        tests: `[sources, streaks, columns]`, of the last steps.
+        accepted: the same.
+        estimates: the same, as they are after those steps.
         doubt: standard deviations that are put down to chance.
         lean: how many tests the estimates count for.
     """
-    found = np.zeros(len(lately))
-    for source in range(len(lately)):
-        tests, accepted, foreseen, variance = lately[source]
-        beyond = abs(accepted - foreseen) - doubt * np.sqrt(variance)
-        if beyond > 0:
-            usual = foreseen / tests
-            found[source] = _logit(usual + np.sign(accepted - foreseen) * beyond / (tests + lean)) - _logit(usual)
+    found = np.zeros(len(tests))
+    for source in range(len(tests)):
+        of_source, rates = tests[source].ravel(), estimates[source].ravel()
+        foreseen = (of_source * rates).sum()
+        beyond = accepted[source].sum() - foreseen
+        surplus = abs(beyond) - doubt * np.sqrt((of_source * rates * (1 - rates)).sum())
+        if surplus > 0:
+            usual = foreseen / of_source.sum()
+            now = usual + np.sign(beyond) * surplus / (of_source.sum() + lean)
+            found[source] = _logit(now) - _logit(usual)
     return found
 
 

@@ -110,7 +110,7 @@ class DecoderConfig:
         """
         said: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         said = said.get("text_config") or said
-        activation = said.get("hidden_act", "silu")
+        activation = said.get("hidden_act") or said.get("hidden_activation") or "silu"
         if activation not in ("silu", "swish"):
             raise ConfigError(f"'hidden_act' is {activation!r}; a head's decoder layer is Llama's, which has 'silu'.")
         missing = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if not said.get(key)]

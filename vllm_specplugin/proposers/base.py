@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class ProposerOptions(BaseModel):
-    """Base for a proposer's `options`: unknown keys are refused, so that a misspelt one is not silently ignored."""
+    """Base for a proposer's `options`: unknown keys are refused, so that a misspelt one is not silently ignored; and so are wrong
+    types, such as true or "5" for a number."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)

@@ -93,6 +93,8 @@ class PredictedProposer(Proposer[PredictedOptions]):
         self._without: set[str] = set()
         """Requests whose prediction cannot be used, which has been said."""
         self._tokenizer: ThreadPoolExecutor | None = None
+        self._at_work: list[Future[NDArray[np.int32]]] = []
+        """The texts that it was handed and is not known to be done with, those of requests that are gone included."""
 
     def load(self, target: nn.Module) -> None:
         """Compile, so that no request waits for it: 2 s the first time, tenths of one from numba's cache on disk.
@@ -158,12 +160,13 @@ class PredictedProposer(Proposer[PredictedOptions]):
             if self.host.encode is None:
                 self._refuse(name, "it is a text, and the engine runs without a tokenizer; send token ids")
                 return left
-            if (
-                len(said) > left or self._coming
-            ):  # tokenizers are not made for two threads at once, so all queue behind a long one
+            # Tokenizers are not made for two threads at once, so all queue behind a long one, be its request gone or not.
+            self._at_work = [text for text in self._at_work if not text.done()]
+            if len(said) > left or self._at_work:
                 if self._tokenizer is None:
                     self._tokenizer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specplugin-tokenizer")
                 self._coming[name] = self._tokenizer.submit(self._encoded, said)
+                self._at_work.append(self._coming[name])
                 return left
             left -= len(said)
         known: Future[NDArray[np.int32]] = Future()

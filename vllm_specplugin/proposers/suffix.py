@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -75,8 +76,8 @@ class SuffixOptions(ProposerOptions):
     )
     cache_file: str | None = Field(
         default=None,
-        description="A file that keeps the past answers: read at the start where it exists, written once a minute and at the "
-        "end. Each engine needs a file of its own; data-parallel ranks after the first add theirs to its name (answers.dp1.npz).",
+        description="A file that keeps the past answers: read at the start where it exists, written once a minute, and at the "
+        "end unless the engine is killed (as `vllm serve` does with it: up to a minute of answers is lost). Each engine needs a file of its own; data-parallel ranks after the first add theirs to its name (answers.dp1.npz).",
     )
 
 
@@ -145,8 +146,11 @@ class SuffixProposer(Proposer[SuffixOptions]):
             text = "Took in %d tokens of past answers in %.1f s; the latest %d are kept (option max_cached_tokens)."
             logger.info(text, count, time.perf_counter() - start, len(self.index.answers.tokens))
         if self._file is not None and self._saves:
-            # Runs when the engine lets go of the proposer, or when the process ends; holds the index but not the proposer.
-            weakref.finalize(self, self._file.save, self.index.answers, self.index.odds, self.index.trust)
+            kept = self.index.answers, self.index.odds, self.index.trust
+            self._file.keep(*kept)
+            # Runs when the engine lets go of the proposer, or when the process ends; holds the index but not the proposer. A
+            # process that was forked off, as vLLM's engine core may be, ends with multiprocessing's own finalizers alone.
+            Finalize(None, weakref.finalize(self, self._file.close, *kept), exitpriority=0)
 
     def _load_answers(self) -> int:
         """How many tokens there were."""
@@ -169,8 +173,6 @@ class SuffixProposer(Proposer[SuffixOptions]):
         token_ids, counts, expected = self.index.draft(
             step.requests, step.committed_ids, step.committed_offsets, step.lengths, step.limits, step.k, step.history.host
         )
-        if self._file is not None and self._saves:
-            self._file.save_now_and_then(self.index.answers, self.index.odds, self.index.trust)
         return Drafts(token_ids=token_ids, lengths=counts, expected=expected)
 
     def forget(self, request_ids: Sequence[str]) -> None:

@@ -56,6 +56,8 @@ class Answers:
         self.ring = np.zeros(4, dtype=np.int64)
         self.pieces = np.zeros((1, PIECE_COLUMNS), dtype=np.int64)
         self._origins = np.full(ring // PIECE, -1, dtype=np.int64)
+        self.taken_in = 0
+        """How many tokens `follow` was given so far."""
         self._free_slots = [0]
         self._slots: dict[str, int] = {}
         self._last_requests: list[Request] | None = None
@@ -63,7 +65,7 @@ class Answers:
         self._last_slots = np.zeros(0, dtype=np.int64)
         self._left: deque[NDArray[np.int64]] = deque(maxlen=64)
         """Pieces that ended requests did not fill, the latest last."""
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
         """Held while compiled code, which runs beside other threads, may write to the ring."""
 
     @property
@@ -92,8 +94,10 @@ class Answers:
         """Append what a step committed; returns each row's slot `[rows]`, -1 where nothing has been committed yet.
 
         A request's answer begins with its first step, or again with the first one after `forget`: what it knows before is
-        prompt, or was taken in already, and only serves as context.
+        prompt, or was taken in already, and only serves as context. What was committed in steps that nobody told of, since control
+        did not ask or drafting was late, comes from the history and goes on with the same answer.
         """
+        self.taken_in += len(ids)
         if self._last_requests is None or list(requests) != self._last_requests:  # compared by identity
             slot_of = self._slots.get
             self._last_slots = np.array([slot_of(request.request_id, -1) for request in requests], dtype=np.int64)
@@ -101,7 +105,7 @@ class Answers:
         slots = self._last_slots
         with self._writing:
             if not self._append(slots, ids, offsets, lengths, odds, judged=True):
-                self._begin_answers(requests, slots, offsets, lengths, history)
+                self._begin_answers(requests, slots, offsets, lengths, history, odds)
                 self._append(slots, ids, offsets, lengths, odds, judged=True)
         return slots
 
@@ -150,11 +154,18 @@ class Answers:
         offsets: NDArray[np.int64],
         lengths: NDArray[np.int64],
         history: History,
+        odds: NDArray[np.float64],
     ) -> None:
-        """Start a piece, and give a slot, to each row whose new tokens do not go on with a known answer."""
+        """See that each row's new tokens go on with its answer: catch up, or start a piece and give it a slot."""
         for row, request in enumerate(requests):
             known = int(lengths[row] - (offsets[row + 1] - offsets[row]))
-            if known == lengths[row] or (slots[row] >= 0 and self.pieces[slots[row], KNOWN] == known):
+            slot = int(slots[row])
+            if known == lengths[row] or (slot >= 0 and self.pieces[slot, KNOWN] == known):
+                continue
+            if slot >= 0 and self.pieces[slot, KNOWN] < known:
+                missed = np.array(history(row)[self.pieces[slot, KNOWN] : known], dtype=np.int32)
+                ends = np.array([0, len(missed)])
+                self._append(slots[row : row + 1], missed, ends, np.array([known]), odds, judged=False)
                 continue
             self._drop(request.request_id)
             slots[row] = self._slots[request.request_id] = self._begin(history(row)[:known], known)

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ Odds = NDArray[np.float64]
 
 FORMAT = 1
 SAVE_SECONDS = 60.0
-"""At most so often is the file written while the engine runs."""
+"""So often is the file written while there are new answers."""
 
 EXPECTED = (
     'expected is a UTF-8 text, or JSONL (.jsonl, .json) with {"text": string} or {"token_ids": [...]} per line, such as '
@@ -118,7 +117,7 @@ class AnswersFile:
     """Keeps the ring of answers, and how far to trust it, over the end of the engine.
 
     The file is numpy's `.npz`, without pickled objects. It is replaced as a whole (`os.replace`), so that a crash leaves the
-    old one.
+    old one. A thread writes it, whether drafts are asked for or not: an engine may fall idle, or be killed where it stands.
     """
 
     def __init__(self, file: str, vocab_size: int, data_parallel_rank: int = 0) -> None:
@@ -126,9 +125,10 @@ class AnswersFile:
         path = Path(file)
         self.path = path.with_name(f"{path.stem}.dp{data_parallel_rank}{path.suffix}") if data_parallel_rank else path
         self.vocab_size = vocab_size
-        self._saved_total = 0
-        self._next_save = time.monotonic() + SAVE_SECONDS
-        self._writer: threading.Thread | None = None
+        self._saved = 0
+        """What `Answers.taken_in` was when the file was written last."""
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def check_place(self) -> None:
         """Raises ConfigError where the file could not be written."""
@@ -162,7 +162,6 @@ class AnswersFile:
             answers.add(piece, odds)
             count += len(piece.tokens)
         odds[:], trust[:] = fields["odds"], fields["trust"]
-        self._saved_total = answers.total
         return count
 
     def _check_parts(self, fields: dict[str, NDArray[Any]]) -> None:
@@ -189,22 +188,29 @@ class AnswersFile:
                 f"'options.cache_file' is {str(self.path)!r}, whose parts do not fit together; remove it, or name another one."
             )
 
-    def save_now_and_then(self, answers: Answers, odds: Odds, trust: Odds) -> None:
-        """Write, off the step's path, if the last time is long enough ago and something was answered since."""
-        now = time.monotonic()
-        if now < self._next_save or answers.total == self._saved_total or (self._writer and self._writer.is_alive()):
-            return
-        self._next_save = now + SAVE_SECONDS
-        self._saved_total = answers.total
-        state = answers, odds.copy(), trust.copy()
-        self._writer = threading.Thread(target=self._write, args=state, name="specplugin-suffix-file", daemon=True)
-        self._writer.start()
+    def keep(self, answers: Answers, odds: Odds, trust: Odds) -> None:
+        """Write every now and then from now on, off the steps' path."""
+        self._thread = threading.Thread(
+            target=self._keep, args=(answers, odds, trust), name="specplugin-suffix-file", daemon=True
+        )
+        self._thread.start()
 
-    def save(self, answers: Answers, odds: Odds, trust: Odds) -> None:
-        """Write now."""
-        if self._writer:
-            self._writer.join()
-        self._write(answers, odds, trust)
+    def _keep(self, answers: Answers, odds: Odds, trust: Odds) -> None:
+        while not self._end.wait(SAVE_SECONDS):
+            self._save(answers, odds, trust)
+
+    def close(self, answers: Answers, odds: Odds, trust: Odds) -> None:
+        """Write what is new for the last time."""
+        self._end.set()
+        if self._thread and self._thread is not threading.current_thread():  # whose garbage collection may have come here
+            self._thread.join()
+        self._save(answers, odds, trust)
+
+    def _save(self, answers: Answers, odds: Odds, trust: Odds) -> None:
+        latest = answers.taken_in
+        if latest != self._saved:
+            self._write(answers, odds.copy(), trust.copy())
+            self._saved = latest
 
     def _write(self, answers: Answers, odds: Odds, trust: Odds) -> None:
         tokens, origins, head = answers.snapshot()

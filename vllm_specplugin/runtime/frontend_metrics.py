@@ -138,7 +138,7 @@ class _Family:
 _PER_POSITION = ("proposer", "position")
 
 FAMILIES = (
-    _Family("drafted_tokens", "counter", "Drafts made, after the guard's checks.", _PER_POSITION),
+    _Family("drafted_tokens", "counter", "Drafts made, after the guard's checks and control's choice.", _PER_POSITION),
     _Family("scheduled_tokens", "counter", "Drafts that a pass of the target was planned for.", _PER_POSITION),
     _Family("trimmed_tokens", "counter", "Drafts that a request's grammar refused before verification.", _PER_POSITION),
     _Family("verified_tokens", "counter", "Drafts that the target judged.", _PER_POSITION),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.prompt_files import Prompt, encode, is_message, lines_in
+
+logger = logging.getLogger("vllm.specplugin.train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,10 @@ def read_examples(file: Path, tokenizer: Any, max_length: int) -> list[Example]:
     if not kept:
         why = f"none of its {len(examples)} sequences has a token to predict within {max_length}" if examples else "it is empty"
         raise SpecPluginError(f"--data: {file} holds nothing to learn from: {why}.")
+    shorter = sum(len(example.token_ids) > max_length for example in examples)
+    if shorter:
+        text = "%d of %d sequences of %s are longer than --max-length %d and cut there; %d of them keep nothing to learn from."
+        logger.warning(text, shorter, len(examples), file, max_length, len(examples) - len(kept))
     return kept
 
 

@@ -103,13 +103,20 @@ def _last_layer(target: FrozenTarget, head: Eagle3Head) -> tuple[dict[str, Tenso
     prefixes = {name[: name.index(marker)] for name in stored if name.partition(marker)[2] == "input_layernorm.weight"}
     for prefix in sorted(prefixes, key=len):
         layer = {name.removeprefix(prefix + marker): name for name in stored if name.startswith(prefix + marker)}
-        fits = all(_fits(stored, layer.get(name), shape) for name, shape in head.last_layer_shapes().items())
+        wanted = head.last_layer_shapes()
+        fits = all(_fits(stored, layer.get(name), shape) for name, shape in wanted.items())
+        fits = fits and not any(map(_changes_a_layer, layer.keys() - wanted.keys()))
         if fits and (norm := f"{prefix}norm.weight") in stored:
             return {name: stored[there].float() for name, there in layer.items()}, stored[norm].float()
     logger.warning(
         "The head starts at random, as with --init random: the last layer of %r is of another make than the head's.", target.model
     )
     return None
+
+
+def _changes_a_layer(name: str) -> bool:
+    """A tensor of a decoder layer without which the others do something else: a bias, or a norm that the head has not."""
+    return name.endswith((".bias", "q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight"))
 
 
 def _fits(stored: Tensors, name: str | None, shape: tuple[int, ...]) -> bool:

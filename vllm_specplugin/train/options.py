@@ -159,7 +159,7 @@ class MTPOptions(TrainOptions):
     loss_vocab_size: int | None = Field(
         None, ge=1, description="Frozen trunk: compare only the so many most frequent tokens in the loss, which is faster."
     )
-    num_layers: int = Field(1, ge=0, description="Parallel: residual blocks per head.")
+    num_layers: int = Field(1, ge=1, description="Parallel: residual blocks per head.")
     gated: bool = Field(False, description="A learnable gate on each residual branch, closed at the start.")
     norm: Literal["none", "pre", "post"] = Field("none", description="Parallel: RMSNorm before or behind a block, or nowhere.")
     output_scale: bool = Field(False, description="A learnable factor on what the output layer reads.")
@@ -171,6 +171,8 @@ class MTPOptions(TrainOptions):
             raise ValueError("--modules separate is for --variant sequential; parallel heads are separate anyhow")
         if self.variant == "sequential" and self.norm != "none":
             raise ValueError("--norm is for --variant parallel; the layout of sequential modules has its norms fixed")
+        if self.variant == "sequential" and self.num_layers != 1:
+            raise ValueError("--num-layers is for --variant parallel; a sequential module is one decoder layer")
         if self.trunk != "frozen" and (self.labels == "soft" or self.loss_vocab_size is not None):
             raise ValueError("--labels soft and --loss-vocab-size need --trunk frozen; a trunk that learns learns the text")
         return self

@@ -125,7 +125,7 @@ def build_frozen(options: MTPOptions, setting: Setting) -> FrozenMTP:
         FrozenParts(target.embedding, target.output, final_norm),
         heads,
         weights_of(options),
-        partial(_export_frozen, stored, target.config, target.folder),
+        partial(_export_frozen, stored, read_json(target.folder / "config.json"), target.folder),
         soft=options.labels != "text",
         compared=compared,
     )
