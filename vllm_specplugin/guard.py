@@ -376,6 +376,9 @@ class Guard:
         token_ids, lengths = _rectangular(drafts, rows)
         probabilities = self._probabilities(drafts, rows, k)
         width = token_ids.shape[1]
+        expected, sources = self._remarks(drafts, rows, k)
+        if not lengths.any():  # as in most steps of text that repeats nothing
+            return replace(_empty(step), expected=expected, sources=sources)
         position = np.arange(width)
         if (lengths > k).any():
             self._fault(Fault.TOO_LONG, f"a row of {int(lengths.max())} drafts where k is {k}; it is cut")
@@ -391,7 +394,6 @@ class Guard:
         checked = np.zeros((rows, k), dtype=np.int64)
         used = min(width, k)
         checked[:, :used] = np.where(position[:used] < lengths[:, None], token_ids[:, :used], 0)
-        expected, sources = self._remarks(drafts, rows, k)
         if probabilities is None or k == 0:
             return CheckedDrafts(checked, lengths, expected=expected, sources=sources)
         probabilities, unreliable = self._check_probabilities(probabilities, checked, lengths)

@@ -96,3 +96,9 @@ def test_pipeline_parallel(tiny_model: Path, prompts: list[list[int]]) -> None:
         known = worker.generate(prompts, ASKED)
         worker.open(tiny_model, SCRIPTED, timeout=START, **parallel)
         check(worker, prompts, known)
+        # Where all requests of a step are judged, none is walked by the host's sampler.
+        worker.open(tiny_model, SCRIPTED | {"verifier": "typical"}, timeout=START, **parallel)
+        free = [asked | {"temperature": 1.0, "seed": None} for asked in scripted(prompts, known)]
+        results = worker.generate(prompts, free)
+        assert [len(result.token_ids) for result in results] == [NUM_TOKENS] * len(prompts)
+        assert Counters.read(worker.metrics()).accepted > 0

@@ -310,6 +310,38 @@ def test_what_is_asked_and_verified_where_nothing_is_accepted() -> None:
     assert engine.asked > asked
 
 
+def test_a_quick_proposer_is_paused_as_well_and_comes_back_at_once() -> None:
+    """Two steps of ten, though it could be asked in all for less than 1 % of the time; and no more once drafts turn out right."""
+    engine = controlled(dense, steady(0.0), 2, asking=2e-5).run(1000)
+    asked = engine.asked
+    engine.run(1000)
+    assert 100 <= engine.asked - asked <= 200
+    engine.traffic = steady(0.95)
+    engine._requests.clear()
+    asked = engine.asked
+    engine.run(60)
+    assert engine.asked - asked > 40
+    assert engine.tested > 100
+
+
+def test_changes_that_lie_far_apart_make_none_slower() -> None:
+    """Each regime lasts for thousands of steps; the last change is as quick as the first."""
+    engine = controlled(dense, steady(0.0), 4, asking=0.0005)
+    control = engine.control
+    assert isinstance(control, Controller)
+    took = []
+    for turn in range(8):
+        engine.traffic = steady(0.9 if turn % 2 else 0.0)
+        engine._requests.clear()
+        wanted, steps = ("drafting" if turn % 2 else "paused"), 0
+        while control.state.regime != wanted:
+            engine.run(1)
+            steps += 1
+        took.append(steps)
+        engine.run(3000)
+    assert max(took) < 400
+
+
 def test_a_paused_proposer_comes_back_when_its_drafts_pay(caplog: pytest.LogCaptureFixture) -> None:
     engine = controlled(dense, steady(0.01), 4, asking=0.002)
     with caplog.at_level(logging.INFO, "vllm.specplugin"):
@@ -538,9 +570,13 @@ def test_a_pause_between_two_steps_is_no_slow_step() -> None:
 
 
 def test_what_a_proposer_does_lately_counts_beyond_chance() -> None:
-    """20 tests of which 19 were foreseen, 12 +- 2 or none; the sources are independent of each other."""
-    lately = np.array([[20.0, 4.0, 19.0, 0.95], [20.0, 9.0, 12.0, 4.0], [20.0, 20.0, 12.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
-    worse, same, better, unknown = turns(lately, DOUBT, LATE_LEAN)
+    """20 tests in two cells, of which 19 were foreseen, 12 +- 2 or none; the sources are independent of each other."""
+    tests = np.zeros((4, 2, 3))
+    tests[:3, 0, 0], tests[:3, 1, 2] = 15.0, 5.0
+    rates = np.full((4, 2, 3), 0.6)
+    rates[0] = 0.95
+    accepted = tests * np.array([0.2, 0.45, 1.0, 0.0])[:, None, None]
+    worse, same, better, unknown = turns(tests, accepted, rates, DOUBT, LATE_LEAN)
     assert worse < -2
     assert same == unknown == 0
     assert better > 0.5

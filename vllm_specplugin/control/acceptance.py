@@ -42,8 +42,6 @@ CAUTION = 1.5
 """Standard errors that drafts picked deterministically are thought to be worse than they seem. Of many estimates the highest are
 chosen, and those are mostly too high; nothing is lost by it, since these drafts are judged whether they are verified or not."""
 
-WINDOW_STEPS = 0.0
-COLUMN_LEAN = 0.0
 HIGHEST = 0.995
 """No draft is taken for certain."""
 
@@ -79,6 +77,8 @@ class Acceptance:
         """The same of the last steps alone."""
         self._turns = np.zeros(0)
         """`[sources]`: what those say beyond the estimates."""
+        self.right = 0
+        """How many of the last step's drafts were."""
         self._slots: dict[str, int] = {}
         self._free = list(range(most_requests))
         self._of_request = np.zeros((most_requests, 3))
@@ -142,9 +142,11 @@ class Acceptance:
             offsets: `[rows + 1]`, where each row's begin.
             tested: `[rows]`, how many drafts were verified.
         """
+        self.right = 0
         if not (self._lengths[slots].any() or self._open_lengths[slots].any()):  # as in most steps where nothing is found
             self._streaks[slots[offsets[1:] > offsets[:-1]]] = 0
             return
+        before = int(self._tally[:, kernels.RIGHT].sum())
         kernels.judge(
             slots,
             tokens.astype(np.int64),
@@ -157,10 +159,11 @@ class Acceptance:
             (self._tests.ravel(), self._accepted.ravel(), self._rates.ravel()),
             self._tally,
             (self._late_tests.ravel(), self._late_accepted.ravel()),
-            0.5 ** (1 / max(WINDOW, WINDOW_STEPS * np.count_nonzero(self._lengths[slots]))),
+            0.5 ** (1 / WINDOW),
             0.5 ** (1 / REQUEST_WINDOW),
             0.5 ** (1 / STEPS_LATELY),
         )
+        self.right = int(self._tally[:, kernels.RIGHT].sum()) - before
         self._update()
 
     def keep(
@@ -218,7 +221,7 @@ class Acceptance:
         return first[:, None] + self.k + np.minimum((expected * BINS).astype(np.int64), BINS - 1)
 
     def _update(self) -> None:
-        self._rates, self._cautious = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS, CAUTION, COLUMN_LEAN)
+        self._rates, self._cautious = kernels.rates(self._tests, self._accepted, LEAN, PRIOR, PRIOR_TESTS, CAUTION)
         self._turns = kernels.turns(self._late_tests, self._late_accepted, self._rates, DOUBT, LATE_LEAN)
 
     def estimate(self, slots: NDArray[np.int64], cells: NDArray[np.int64], by_chance: bool = False) -> NDArray[np.float64]:

@@ -28,6 +28,12 @@ logger = logging.getLogger("vllm.specplugin")
 PROBE_SHARE = 0.01
 """The part of the time that may go into finding out whether drafting pays again."""
 
+LEAST_PROBE_INTERVAL = 8
+"""Steps, at least, in which a paused proposer is not asked between two tries: else a quick one would hardly pause."""
+
+MOST_DEBT = 16
+"""How many tries may be made ahead of their time, one after the other, while drafts turn out right: traffic may have changed."""
+
 REFERENCE_SHARE = 0.001
 """The part of drafting's gain that may go into steps without drafts, to know what those take."""
 
@@ -37,9 +43,11 @@ LEAST_REFERENCE_INTERVAL = 16
 PAUSE_BELOW, RESUME_ABOVE = 0.0, 0.005
 """Mean gain of drafting, as a part of plain decoding's speed, at which a proposer is paused, and asked in every step again."""
 
-LONG_RUN = 0.0
 MARGIN, PAUSED_MARGIN = 0.01, 0.03
 """What a step must be expected to gain for its drafts to be verified: figures are never so exact that less would be a gain."""
+
+FAR_ABOVE = 0.05
+"""Mean gain at which a paused proposer is asked in every step again however often that has changed of late."""
 
 GAIN_RATE = 0.04
 """Weight of the newest step in the mean gain."""
@@ -57,6 +65,7 @@ DWELL = 64
 """Steps, at least, from one change to the next; twice as many after each, up to `MOST_DWELL`."""
 
 MOST_DWELL = 4096
+"""Where a regime outlives that by far, changes are rare again, and the next may come sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +133,15 @@ class Controller:
         self._steps_in_regime = 0
         self._since_plain = 0
         self._changes = 0
+        self._restless = 0
+        """How many doublings of `DWELL` the last changes are worth."""
         self._drafts_per_request = 0.0
-        self._tok = self._sec = 1.0
         self._reason = ""
         self._next_probe = 0
         self._trial = 0
         """Steps left in which a paused proposer is tried."""
+        self._unasked = 0
+        """Steps since it was."""
         self._lapsed: set[str] = set()
         self._begun: set[str] = set()
         """The requests that are new in this step, where `begin` has been told of it, and it matters (`stateful`)."""
@@ -195,6 +207,8 @@ class Controller:
     def asks(self, request_ids: Sequence[str]) -> bool:
         """Whether the proposer is to be asked in this step, of the requests `[rows]`."""
         self._steps_in_regime += 1
+        if self._rows:
+            self._probe_credit += PROBE_SHARE * float(self.costs.seconds(self._rows, 0)[0])
         if not self._paused and self._stateful_sources == {self.proposer} and self._lapsed.issuperset(request_ids):
             return False  # it could draft for none of them
         if not self._paused:
@@ -213,11 +227,26 @@ class Controller:
         steps = TRIAL_STEPS if self.stateful else PROBE_STEPS
         price = self._resuming.seconds(rows) + self._asking.seconds(rows) * (steps - 1)
         self._credit = min(self._credit + PROBE_SHARE * float(self.costs.seconds(rows, 0)[0]), 2 * price)
-        if self._credit < price or (self.stateful and not any(map(self._begins, request_ids))):
+        self._unasked += 1
+        if self._asked_before and self._promising and self._credit > -MOST_DEBT * price:
+            self._credit -= price
+            self._trial = steps - 1
+            return True
+        if (
+            self._credit < price
+            or self._unasked <= LEAST_PROBE_INTERVAL
+            or (self.stateful and not any(map(self._begins, request_ids)))
+        ):
             return False
         self._credit -= price
         self._trial = steps - 1
+        self._unasked = 0
         return True
+
+    @property
+    def _promising(self) -> bool:
+        """Drafts of the last step were right, of a proposer that every request can be drafted for by."""
+        return not self.stateful and self.acceptance.right > 0
 
     def _begins(self, request_id: str) -> bool:
         """Nobody missed a step of the request: this is its first, whether `begin` has been told or not."""
@@ -260,21 +289,18 @@ class Controller:
             limits = np.where(np.array([bool(name) for name in names]), limits, 0)
         possible = limits if by_chance else np.minimum(lengths, limits)
         margin = PAUSED_MARGIN if self._paused else MARGIN
-        choice = foreseen = choose(estimates, possible, self._rows, self._seconds, margin, self._usual())
+        choice = foreseen = choose(estimates, possible, self._rows, self._seconds, margin)
         if self._lapsed:
             drafted_by = zip(request_ids, names, strict=True)
             useless = (name in self._lapsed and source in self._stateful_sources for name, source in drafted_by)
             lapsed = np.fromiter(useless, dtype=np.bool_, count=rows)
             lengths, limits = np.where(lapsed, 0, lengths), np.where(lapsed, 0, limits)
-            choice = choose(estimates, np.where(lapsed, 0, possible), self._rows, self._seconds, margin, self._usual())
+            choice = choose(estimates, np.where(lapsed, 0, possible), self._rows, self._seconds, margin)
         chosen = np.minimum(self._adjusted(choice, limits, by_chance), lengths)
         self.acceptance.keep(self._slots, token_ids, chosen if by_chance else lengths, kinds, by_chance)
         self._judge(foreseen)  # what drafting would bring if no request had lapsed, as will be once those end
         self._drafts_per_request += GAIN_RATE * (float(chosen.sum()) / self._rows - self._drafts_per_request)
         return chosen
-
-    def _usual(self) -> float:
-        return max(self._tok / self._sec, 1.0) if LONG_RUN else 0.0
 
     def _nothing_drafted(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """What `lengths` comes to where there is nothing to choose from."""
@@ -318,7 +344,7 @@ class Controller:
         row = rows[self._next_probe % len(rows)]
         seconds = self._seconds(int(limits[row]))
         price = float(seconds[-1] - seconds[0])
-        self._probe_credit = min(self._probe_credit + PROBE_SHARE * float(seconds[0]), 2 * price)
+        self._probe_credit = min(self._probe_credit, 2 * price)
         if self._probe_credit >= price:
             self._probe_credit -= price
             self._next_probe += 1
@@ -328,20 +354,21 @@ class Controller:
     def _judge(self, choice: Choice) -> None:
         """Note what drafting gains, its own time included, and pause or resume it."""
         seconds = choice.seconds + self._asking.seconds(self._rows)
-        if LONG_RUN:
-            self._tok += LONG_RUN * (choice.tokens / choice.requests - self._tok)
-            self._sec += LONG_RUN * (choice.seconds / choice.plain_seconds - self._sec)
         gain = choice.tokens / choice.requests * choice.plain_seconds / seconds - 1
         self._gain += GAIN_RATE * (gain - self._gain)
-        dwell = min(DWELL << min(self._changes, 16), MOST_DWELL)
-        if self._steps_in_regime < dwell:
+        if self._steps_in_regime < (DWELL if self._paused and self._gain > FAR_ABOVE else self._dwell()):
             return
         if not self._paused and self._gain < PAUSE_BELOW:
             self._change(paused=True, choice=choice)
         elif self._paused and self._gain > RESUME_ABOVE:
             self._change(paused=False, choice=choice)
 
+    def _dwell(self) -> int:
+        return min(DWELL << self._restless, MOST_DWELL)
+
     def _change(self, paused: bool, choice: Choice) -> None:
+        outlived = self._steps_in_regime // self._dwell()
+        self._restless = min(max(self._restless + 2 - outlived, 0), 16)
         self._paused = paused
         self._steps_in_regime = 0
         self._changes += 1

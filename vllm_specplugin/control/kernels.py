@@ -135,7 +135,7 @@ def judge(
 
 @kernel
 def rates(
-    tests: Floats, accepted: Floats, lean: float, prior: float, prior_tests: float, caution: float, column_lean: float
+    tests: Floats, accepted: Floats, lean: float, prior: float, prior_tests: float, caution: float
 ) -> tuple[Floats, Floats]:
     """`[sources, streaks, columns]`: the acceptance of each kind; one leans on its column, and a column on its source.
 
@@ -159,7 +159,6 @@ def rates(
                 own = accepted[source, streak, column] + lean * of_column
                 known = tests[source, streak, column] + lean
                 rate = own / known
-                known += min(all_tests, column_lean)
                 found[source, streak, column] = rate
                 cautious[source, streak, column] = max(rate - caution * np.sqrt(rate * (1 - rate) / known), 0.0)
     return found, cautious

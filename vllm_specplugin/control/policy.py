@@ -38,7 +38,6 @@ def choose(
     requests: int,
     seconds: Callable[[int], NDArray[np.float64]],
     margin: float = 0.0,
-    usual: float = 0.0,
 ) -> Choice:
     """The draft lengths with the most expected tokens per second for the whole batch.
 
@@ -56,7 +55,7 @@ def choose(
     costs = seconds(len(gains))
     tokens = requests + np.concatenate([[0.0], gains.cumsum()])
     rates = tokens / costs
-    best = int(rates.argmax()) if usual == 0 else int((tokens / requests - usual * costs / costs[0]).argmax())
+    best = int(rates.argmax())
     if rates[best] < rates[0] * (1 + margin):
         best = 0
     chosen = np.bincount(owners[:best], minlength=len(lengths))

@@ -222,14 +222,15 @@ class Runtime:
             native: the host's own drafter, where the proposer works with one.
             spent: seconds that the host's own drafter took for this step.
         """
-        # A pass over d drafts can emit d + 1 tokens, and none may lie at or beyond max_model_len.
-        room = self.max_model_len - 1 - lengths
-        limits = np.minimum(np.maximum(room, 0), self.wanted(requests, k)) * (committed_counts > 0)
         offsets = np.zeros(len(requests) + 1, dtype=np.int64)
         committed_counts.cumsum(out=offsets[1:])
         request_ids = [request.request_id for request in requests]
         if self.controller is not None and not self._asks(self.controller, request_ids, committed_ids, offsets, spent):
             return self._without_drafts(self.controller, request_ids, k)
+        began = time.perf_counter() - spent
+        # A pass over d drafts can emit d + 1 tokens, and none may lie at or beyond max_model_len.
+        room = self.max_model_len - 1 - lengths
+        limits = np.minimum(np.maximum(room, 0), self.wanted(requests, k)) * (committed_counts > 0)
         step = Step(
             requests=requests,
             k=k,
@@ -243,7 +244,6 @@ class Runtime:
             aux_hidden_states=aux_hidden_states,
             native=native,
         )
-        began = time.perf_counter() - spent
         checked = self.guard.propose(step)
         if self.controller is not None:
             checked = self._controlled(self.controller, checked, step, time.perf_counter() - began)
@@ -326,7 +326,7 @@ class Runtime:
             step.request_ids,
             checked.token_ids,
             checked.lengths,
-            np.minimum(step.limits, self._left(step)),
+            np.minimum(step.limits, self._left(step)) if checked.lengths.any() else step.limits,
             seconds,
             checked.sources,
             checked.expected,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_specplugin.runtime.control import Stopwatch
@@ -145,7 +146,7 @@ class _Overlay:
         room = runtime.max_model_len - 1 - drafting.req_states.total_len.gpu[input_batch.idx_mapping].long()  # [requests]
         wanted = runtime.wanted([runtime.request(name, None) for name in input_batch.req_ids], k)
         if (wanted < k).any():
-            room = room.minimum(torch.from_numpy(wanted).to(drafting.device, non_blocking=True))
+            room = room.minimum(async_tensor_h2d(wanted, device=drafting.device))
         lengths = torch.where(num_sampled[:rows] > 0, room.clamp(0, k), 0)  # none for rows that are still prefilling
         if drawn_from is not None:
             # A row ends before the first draft that was drawn from something that is no distribution.

@@ -81,6 +81,8 @@ class _Hooks:
         """As in stock; then count what each request was given, which is what the outputs say and not what was sampled."""
         for request in scheduler_output.scheduled_new_reqs:
             self._admit(request)
+        for request_id in scheduler_output.preempted_req_ids or ():  # its drafts are void, whatever rows it is given next
+            self.counts.drafted(request_id, self.counts.proposer, 0)
         passes = self._passes(scheduler_output, model_runner_output)
         outputs = self._stock_update(scheduler_output, model_runner_output)
         for to_client in outputs.values():

@@ -75,9 +75,11 @@ class Drafting:
         if self.runtime.host.tensor_parallel_size > 1:
             # Ranks must verify the same drafts, and a time budget may end differently on each.
             on_device = get_tp_group().broadcast(on_device, src=0)
-            packed = on_device.cpu().numpy()
         out.copy_(on_device[:, :-1])
-        self.keep_lengths(input_batch, on_device[:, -1], packed[:, -1].tolist())
+        # Where it matters what the host knows, the scheduler hears it from the first rank, whose own these are.
+        self.keep_lengths(
+            input_batch, on_device[:, -1], drafts.lengths.tolist() if self.runtime.host.tensor_parallel_rank == 0 else None
+        )
         self.runtime.meter.drafted(input_batch.req_ids, drafts)
 
     def skip(self, input_batch: InputBatch, out: torch.Tensor) -> torch.Tensor:

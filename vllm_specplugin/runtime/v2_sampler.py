@@ -79,11 +79,12 @@ class Verification(RejectionSampler):
         position = torch.arange(sampled.shape[1], device=sampled.device)
         emitted = position < num_sampled[:, None]  # [requests, k + 1]
         row_at = cu_num_logits[:-1, None].long() + position
-        token_of_row = sampled.new_zeros(len(logits)).index_put((row_at[emitted],), sampled[emitted])
+        # What is not emitted goes to a place behind the rows: which those are only the device knows.
+        token_of_row = sampled.new_zeros(len(logits) + 1).scatter(0, row_at.where(emitted, len(logits)).ravel(), sampled.ravel())
         return compute_topk_scores(
             logits,
             0 if max_num_logprobs == NO_LOGPROBS else max_num_logprobs,
-            token_of_row,
+            token_of_row[:-1],
             cu_num_logits_np.tolist(),
             logprob_token_ids_state=self.sampler.logprob_token_ids_state,
             expanded_idx_mapping=self._slot_of_row,
@@ -136,7 +137,9 @@ class Verification(RejectionSampler):
             with self._noise_by_position():
                 target_ids, processed = self.sampler.sample(*sampling, return_logprobs=True)
         else:
-            target_ids = torch.zeros_like(verify_draft_sampled)  # nobody is walked
+            target_ids = torch.zeros_like(
+                verify_draft_sampled, dtype=torch.int64
+            )  # nobody is walked; pipeline stages are sent this type
         if judged is not None:  # a fused sampler applies top-k and top-p where its caller does not see it
             processed = self.sampler.apply_sampling_params(*sampling)
         walked = self.judge.walk(target_ids[row_at], drafts.to(target_ids.dtype), lengths)
