@@ -316,6 +316,10 @@ def test_a_quick_proposer_is_paused_as_well_and_comes_back_at_once() -> None:
     asked = engine.asked
     engine.run(1000)
     assert 100 <= engine.asked - asked <= 200
+    many = controlled(dense, steady(0.02), 64, asking=2e-5).run(1000)  # one of all its drafts is right in most steps
+    asked = many.asked
+    many.run(1000)
+    assert 100 <= many.asked - asked <= 250
     engine.traffic = steady(0.95)
     engine._requests.clear()
     asked = engine.asked

@@ -464,9 +464,10 @@ def test_writes_off_the_steps_path_while_there_is_something_new(tmp_path: Path, 
     written = threading.Event()
     write_file = suffix_store.AnswersFile._write
 
-    def told(*state: object) -> None:
-        write_file(*state)  # type: ignore[arg-type]
+    def told(*state: object) -> bool:
+        done = write_file(*state)  # type: ignore[arg-type]
         written.set()
+        return done
 
     monkeypatch.setattr(suffix_store.AnswersFile, "_write", told)
     file = tmp_path / "answers.npz"

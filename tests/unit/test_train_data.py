@@ -79,7 +79,7 @@ def test_sequences_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, 
     with caplog.at_level("WARNING", logger="vllm.specplugin"):
         assert read_examples(file, None, 4) == [Example((1, 2, 3, 4), 3)]
     assert "2 of 3 sequences" in caplog.text
-    assert "longer than --max-length 4" in caplog.text
+    assert "longer than --max-length 4 and cut there; 1 of them keep nothing" in caplog.text
 
 
 ASKED = {"role": "user", "content": "a"}

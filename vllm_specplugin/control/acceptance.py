@@ -74,7 +74,7 @@ class Acceptance:
         self._tally = np.zeros((0, 3), dtype=np.int64)
         """`[sources, 3]`: chains, drafts and right drafts that were judged since `take`."""
         self._late_tests, self._late_accepted = np.zeros_like(self._tests), np.zeros_like(self._tests)
-        """The same of the last steps alone."""
+        """`_tests` and `_accepted` of the last steps alone."""
         self._turns = np.zeros(0)
         """`[sources]`: what those say beyond the estimates."""
         self.right = 0

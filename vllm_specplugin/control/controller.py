@@ -65,7 +65,7 @@ DWELL = 64
 """Steps, at least, from one change to the next; twice as many after each, up to `MOST_DWELL`."""
 
 MOST_DWELL = 4096
-"""Where a regime outlives that by far, changes are rare again, and the next may come sooner."""
+"""Where a regime lasts three times as long as it must, or longer, the next change may come sooner again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +198,8 @@ class Controller:
         if self._ended is not None and len(running) == len(request_ids) and running <= self._running and now > self._ended:
             self.costs.observe(len(running), int(tested.sum()), now - self._ended)
         self._running, self._rows = running, len(running)
+        if self._rows:
+            self._probe_credit += PROBE_SHARE * float(self._seconds(0)[0])
         self._asked, self._asked_before = False, self._asked
         if self.stateful:
             self._begun = {request_id for request_id in request_ids if self.acceptance.is_new(request_id)}
@@ -207,8 +209,6 @@ class Controller:
     def asks(self, request_ids: Sequence[str]) -> bool:
         """Whether the proposer is to be asked in this step, of the requests `[rows]`."""
         self._steps_in_regime += 1
-        if self._rows:
-            self._probe_credit += PROBE_SHARE * float(self.costs.seconds(self._rows, 0)[0])
         if not self._paused and self._stateful_sources == {self.proposer} and self._lapsed.issuperset(request_ids):
             return False  # it could draft for none of them
         if not self._paused:
@@ -230,7 +230,7 @@ class Controller:
         self._unasked += 1
         if self._asked_before and self._promising and self._credit > -MOST_DEBT * price:
             self._credit -= price
-            self._trial = steps - 1
+            self._trial, self._unasked = steps - 1, 0
             return True
         if (
             self._credit < price
@@ -239,14 +239,18 @@ class Controller:
         ):
             return False
         self._credit -= price
-        self._trial = steps - 1
-        self._unasked = 0
+        self._trial, self._unasked = steps - 1, 0
         return True
 
     @property
     def _promising(self) -> bool:
-        """Drafts of the last step were right, of a proposer that every request can be drafted for by."""
-        return not self.stateful and self.acceptance.right > 0
+        """So many drafts of the last step were right that they would pay, of a proposer that can draft for every request."""
+        right = self.acceptance.right
+        if self.stateful or not right or not self._rows:
+            return False
+        seconds = self._seconds(self._rows)
+        dearer = float(seconds[-1] - seconds[0]) + self._asking.seconds(self._rows)  # with a draft for each
+        return right * float(seconds[0]) > self._rows * dearer
 
     def _begins(self, request_id: str) -> bool:
         """Nobody missed a step of the request: this is its first, whether `begin` has been told or not."""
@@ -367,7 +371,7 @@ class Controller:
         return min(DWELL << self._restless, MOST_DWELL)
 
     def _change(self, paused: bool, choice: Choice) -> None:
-        outlived = self._steps_in_regime // self._dwell()
+        outlived = max(self._steps_in_regime // self._dwell(), 1)
         self._restless = min(max(self._restless + 2 - outlived, 0), 16)
         self._paused = paused
         self._steps_in_regime = 0

@@ -80,7 +80,7 @@ def judge(
         of_request: `[slots, 3]`.
         table: tests, accepted and estimates of all cells, flat.
         tally: `[sources, 3]`.
-        lately: tests of the last steps' first chains, and how many were accepted, of all cells, flat.
+        lately: tests of the last steps' own drafts, and how many were accepted, of all cells, flat.
         fade: what a test leaves of those before it in its cell.
         request_fade: the same in its request.
         step_fade: what a step with tests of a source leaves of those before it in `lately`.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from vllm_specplugin.types import Capabilities, Depth, Drafts, Host, Step, Target, Verdict
 
@@ -21,7 +22,16 @@ class ProposerOptions(BaseModel):
     """Base for a proposer's `options`: unknown keys are refused, so that a misspelt one is not silently ignored; and so are wrong
     types, such as true or "5" for a number."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        types = set(get_args(annotation)) or {annotation}
+        if isinstance(value, (bool, str)) and types & {int, float} and not types & {bool, str}:
+            raise PydanticCustomError("number", "Input should be a valid number")
+        return value
 
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)

@@ -76,8 +76,9 @@ class SuffixOptions(ProposerOptions):
     )
     cache_file: str | None = Field(
         default=None,
-        description="A file that keeps the past answers: read at the start where it exists, written once a minute, and at the "
-        "end unless the engine is killed (as `vllm serve` does with it: up to a minute of answers is lost). Each engine needs a file of its own; data-parallel ranks after the first add theirs to its name (answers.dp1.npz).",
+        description="A file that keeps the past answers: read at the start where it exists, written once a minute and at the end. "
+        "`vllm serve` kills its engine when it stops, so up to a minute of answers is lost. Each engine needs a file of its own; "
+        "data-parallel ranks after the first add theirs to its name (answers.dp1.npz).",
     )
 
 

@@ -208,11 +208,11 @@ class AnswersFile:
 
     def _save(self, answers: Answers, odds: Odds, trust: Odds) -> None:
         latest = answers.taken_in
-        if latest != self._saved:
-            self._write(answers, odds.copy(), trust.copy())
+        if latest != self._saved and self._write(answers, odds.copy(), trust.copy()):
             self._saved = latest
 
-    def _write(self, answers: Answers, odds: Odds, trust: Odds) -> None:
+    def _write(self, answers: Answers, odds: Odds, trust: Odds) -> bool:
+        """False where that failed; the log says why."""
         tokens, origins, head = answers.snapshot()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
@@ -228,6 +228,8 @@ class AnswersFile:
                     trust=trust,
                 )
             os.replace(temporary, self.path)
+            return True
         except OSError as error:
             temporary.unlink(missing_ok=True)
             logger.warning("The answers could not be kept in %s (option cache_file): %s", self.path, error)
+            return False

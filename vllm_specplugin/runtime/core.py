@@ -326,7 +326,7 @@ class Runtime:
             step.request_ids,
             checked.token_ids,
             checked.lengths,
-            np.minimum(step.limits, self._left(step)) if checked.lengths.any() else step.limits,
+            np.minimum(step.limits, self._left(step)),
             seconds,
             checked.sources,
             checked.expected,

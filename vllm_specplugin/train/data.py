@@ -55,10 +55,11 @@ def read_examples(file: Path, tokenizer: Any, max_length: int) -> list[Example]:
     if not kept:
         why = f"none of its {len(examples)} sequences has a token to predict within {max_length}" if examples else "it is empty"
         raise SpecPluginError(f"--data: {file} holds nothing to learn from: {why}.")
-    shorter = sum(len(example.token_ids) > max_length for example in examples)
+    shorter = [example for example in examples if len(example.token_ids) > max_length]
     if shorter:
+        nothing = sum(max(example.answer_from, 1) >= max_length for example in shorter)
         text = "%d of %d sequences of %s are longer than --max-length %d and cut there; %d of them keep nothing to learn from."
-        logger.warning(text, shorter, len(examples), file, max_length, len(examples) - len(kept))
+        logger.warning(text, len(shorter), len(examples), file, max_length, nothing)
     return kept
 
 
