@@ -163,6 +163,7 @@ class Controller:
             control = Controller("", 1, 1)
             control.begin(ids, one, np.array([0, 1]), one)
             control.lengths(ids, np.ones((1, 1), dtype=np.int64), one, one, 0.0)
+            control.begin(ids, one, np.array([0, 1]), one)  # now there are drafts to judge
 
         compile_all(one_step, len(KERNELS))
 
