@@ -189,6 +189,7 @@ def test_nothing_is_sent_to_a_front_end_that_would_hand_it_on(
         scheduled_spec_decode_tokens={},
         num_invalid_spec_tokens=None,
         finished_req_ids=set(),
+        preempted_req_ids=None,
     )
     scheduler.update_from_output(step, ModelRunnerOutput(["a"], {"a": 0}, [[1]]))
     ours = not rust

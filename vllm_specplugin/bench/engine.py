@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_specplugin.control.clock import STEP_CLOCK
 from vllm_specplugin.engine_process import serve_engine, spec_counters
 from vllm_specplugin.guard import wait_for_late_work
-from vllm_specplugin.runtime.kv import draft_bytes, target_bytes
+from vllm_specplugin.kv_cache import draft_bytes, target_bytes
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugin.errors import SpecPluginError
-from vllm_specplugin.runtime.kv import draft_bytes
+from vllm_specplugin.kv_cache import draft_bytes
 from vllm_specplugin.runtime.seams import Runner
 from vllm_specplugin.types import Host
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+WIDE = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2}
+"""Bytes of a number by vLLM's `cache_dtype`; the others (fp8 of several kinds, int8) have one, or less."""
+
 
 def target_bytes(config: Any) -> int:
     """Bytes per token and rank that the target's layers keep, at most; `config` is a VllmConfig."""
@@ -23,8 +26,7 @@ def draft_bytes(config: Any) -> int:
 
 
 def _bytes(model: Any, parallel: Any, layers: int, kept: str) -> int:
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
     vectors = 1 if model.use_mla else 2 * model.get_num_kv_heads(parallel)
-    size: int = layers * vectors * model.get_head_size() * kv_cache_dtype_str_to_dtype(kept, model).itemsize
+    number = model.dtype.itemsize if kept == "auto" else WIDE.get(kept, 1)
+    size: int = layers * vectors * model.get_head_size() * number
     return size
