@@ -26,6 +26,9 @@ from pydoc_data import topics
 
 Message = dict[str, str]
 
+MOST_REPEATS = 2000
+"""Prompts in a row that were made before, after which a kind is taken to be used up."""
+
 RENAMES = ("value", "item", "source", "target", "entry", "number", "text", "first", "result", "current", "key", "limit")
 CODE_TASKS = (
     "Repeat the code above, with `{old}` renamed to `{new}`.",
@@ -218,10 +221,6 @@ def extraction(random: random.Random) -> list[Message]:
 def chat(random: random.Random) -> list[Message]:
     question = random.choice(CHAT_TASKS).format(activity=random.choice(ACTIVITIES), thing=random.choice(THINGS))
     return [_user(question + random.choice(CHAT_STYLES))]
-
-
-MOST_REPEATS = 2000
-"""Prompts in a row that were made before, after which a kind is taken to be used up."""
 
 
 def _user(content: str) -> Message:

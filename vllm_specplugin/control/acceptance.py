@@ -78,7 +78,7 @@ class Acceptance:
         self._turns = np.zeros(0)
         """`[sources]`: what those say beyond the estimates."""
         self.right = 0
-        """How many of the last step's drafts were."""
+        """How many of the drafts that the last step judged were right."""
         self._slots: dict[str, int] = {}
         self._free = list(range(most_requests))
         self._of_request = np.zeros((most_requests, 3))

@@ -142,6 +142,8 @@ class Controller:
         """Steps left in which a paused proposer is tried."""
         self._unasked = 0
         """Steps since it was."""
+        self._unprobed = 0
+        """Steps whose share `_probe_credit` has not been given."""
         self._lapsed: set[str] = set()
         self._begun: set[str] = set()
         """The requests that are new in this step, where `begin` has been told of it, and it matters (`stateful`)."""
@@ -199,8 +201,7 @@ class Controller:
         if self._ended is not None and len(running) == len(request_ids) and running <= self._running and now > self._ended:
             self.costs.observe(len(running), int(tested.sum()), now - self._ended)
         self._running, self._rows = running, len(running)
-        if self._rows:
-            self._probe_credit += PROBE_SHARE * float(self._seconds(0)[0])
+        self._unprobed += self._rows > 0
         self._asked, self._asked_before = False, self._asked
         if self.stateful:
             self._begun = {request_id for request_id in request_ids if self.acceptance.is_new(request_id)}
@@ -229,15 +230,11 @@ class Controller:
         price = self._resuming.seconds(rows) + self._asking.seconds(rows) * (steps - 1)
         self._credit = min(self._credit + PROBE_SHARE * float(self.costs.seconds(rows, 0)[0]), 2 * price)
         self._unasked += 1
-        if self._asked_before and self._promising and self._credit > -MOST_DEBT * price:
-            self._credit -= price
-            self._trial, self._unasked = steps - 1, 0
-            return True
-        if (
-            self._credit < price
-            or self._unasked <= LEAST_PROBE_INTERVAL
-            or (self.stateful and not any(map(self._begins, request_ids)))
-        ):
+        due = self._credit >= price and self._unasked > LEAST_PROBE_INTERVAL
+        if self.stateful:
+            due = due and any(map(self._begins, request_ids))
+        ahead = not due and self._asked_before and self._credit > -MOST_DEBT * price and self._promising
+        if not due and not ahead:
             return False
         self._credit -= price
         self._trial, self._unasked = steps - 1, 0
@@ -349,7 +346,8 @@ class Controller:
         row = rows[self._next_probe % len(rows)]
         seconds = self._seconds(int(limits[row]))
         price = float(seconds[-1] - seconds[0])
-        self._probe_credit = min(self._probe_credit, 2 * price)
+        self._probe_credit = min(self._probe_credit + PROBE_SHARE * float(seconds[0]) * self._unprobed, 2 * price)
+        self._unprobed = 0
         if self._probe_credit >= price:
             self._probe_credit -= price
             self._next_probe += 1

@@ -137,9 +137,8 @@ class Verification(RejectionSampler):
             with self._noise_by_position():
                 target_ids, processed = self.sampler.sample(*sampling, return_logprobs=True)
         else:
-            target_ids = torch.zeros_like(
-                verify_draft_sampled, dtype=torch.int64
-            )  # nobody is walked; pipeline stages are sent this type
+            # Nobody is walked. What is sampled takes this type, which pipeline stages are sent.
+            target_ids = torch.zeros_like(verify_draft_sampled, dtype=torch.int64)
         if judged is not None:  # a fused sampler applies top-k and top-p where its caller does not see it
             processed = self.sampler.apply_sampling_params(*sampling)
         walked = self.judge.walk(target_ids[row_at], drafts.to(target_ids.dtype), lengths)
