@@ -30,7 +30,8 @@ class ProposerOptions(BaseModel):
         annotation = cls.model_fields[str(info.field_name)].annotation
         types = set(get_args(annotation)) or {annotation}
         if isinstance(value, (bool, str)) and types & {int, float} and not types & {bool, str}:
-            raise PydanticCustomError("number", "Input should be a valid number")
+            kind = "number" if float in types else "integer"
+            raise PydanticCustomError(kind, f"Input should be a valid {kind}")
         return value
 
 
