@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specplugin.errors import ConfigError
-from vllm_specplugin.heads.decoder import Cached, Context, DecoderConfig, DecoderLayer, Rope, Unrolled
+from vllm_specplugin.heads.decoder import Cached, Context, DecoderConfig, DecoderLayer, Rope, Unrolled, at_places
 from vllm_specplugin.heads.eagle import DraftHead, Eagle3Head, EagleHead
 
 TOLERANCE = 1e-5
@@ -185,6 +185,31 @@ def test_the_training_time_test_is_what_a_drafter_does(family: str) -> None:
                 atol=TOLERANCE * 10,  # logits are a sum over 24 channels
                 rtol=0,
             )
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@torch.no_grad()
+def test_chains_that_are_dropped_leave_the_others_as_they_are(family: str) -> None:
+    head, size = head_of(family)
+    embeddings, states = random_states(2, 13, 24), random_states(2, 13, size, seed=2)
+    places = torch.tensor([[1, 4, 6, 9], [0, 2, 3, 8]])
+
+    def drafted(kept: list[Tensor]) -> Tensor:
+        """What the last step puts out at the chains that are left, others having been dropped after each step."""
+        context, now = Unrolled(places), places
+        hidden = head(embeddings, head.fuse(states), torch.arange(13), context, places)
+        for step, chains in enumerate(kept, 1):
+            context.keep(chains)
+            now, hidden = now.take_along_dim(chains, dim=1), at_places(hidden, chains)
+            hidden = head(at_places(embeddings, now + step), hidden, now + step, context)
+        return hidden
+
+    every = torch.arange(4).expand(2, -1)
+    left = drafted([torch.tensor([[0, 1, 3], [0, 2, 3]]), torch.tensor([[1, 2], [0, 1]]), torch.tensor([[1], [1]])])
+    whole = at_places(drafted([every, every, every]), torch.tensor([[3], [2]]))
+    torch.testing.assert_close(left, whole, atol=TOLERANCE, rtol=0)
+    with pytest.raises(ValueError, match="name their places"):
+        Unrolled().keep(every)
 
 
 Change = Callable[[int], slice]

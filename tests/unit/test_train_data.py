@@ -13,6 +13,7 @@ from vllm_specplugin.errors import SpecPluginError
 from vllm_specplugin.prompt_files import encode, load_prompts
 from vllm_specplugin.train.data import Example, read_examples
 from vllm_specplugin.train.evaluate_questions import read_questions
+from vllm_specplugin.train.run import ANSWER_WEIGHT, token_counts
 from vllm_specplugin.validate.prompts import load_prompts as prompts_to_validate
 
 
@@ -49,6 +50,11 @@ def test_what_distill_writes(tmp_path: Path) -> None:
         {"skipped": "too long", "kind": "chat"},
     )
     assert read_examples(file, None, 100) == [Example((5, 6, 7, 8, 9), 2, "chat")]
+
+
+def test_what_can_be_drafted_goes_by_answers_first_and_by_prompts() -> None:
+    counts = token_counts([Example((1, 1, 1, 2, 3), 3), Example((3, 0), 1)], vocab_size=5)
+    assert counts.tolist() == [ANSWER_WEIGHT, 3, ANSWER_WEIGHT, ANSWER_WEIGHT + 1, 0]
 
 
 def test_text_and_messages(tmp_path: Path) -> None:

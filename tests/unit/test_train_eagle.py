@@ -23,7 +23,7 @@ from vllm_specplugin.heads.eagle import Eagle3Head, EagleHead
 from vllm_specplugin.train.batch import Batch
 from vllm_specplugin.train.eagle import EagleObjective
 from vllm_specplugin.train.eagle3 import Eagle3Objective
-from vllm_specplugin.train.unrolled import Chains, UnrolledObjective
+from vllm_specplugin.train.unrolled import Chains, Drafting, UnrolledObjective
 
 TOLERANCE = 1e-5
 """Float32, relative: the same sums in another order."""
@@ -169,7 +169,7 @@ def test_nothing_is_learnt_from_the_future(tiny: Tiny, batch: Batch, fitted: Unr
     changed.aux[:, cut:] += 1.0
     chains = Chains.of(batch)
     with torch.no_grad():
-        before, after = list(fitted.unroll(batch, chains)), list(fitted.unroll(changed, chains))
+        before, after = list(Drafting(fitted, batch)), list(Drafting(fitted, changed))
     for step, (one, other) in enumerate(zip(before, after, strict=True)):
         early = chains.live & (chains.places + 1 + step < cut)  # the last token that was read
         assert torch.equal(one[early], other[early])

@@ -228,6 +228,19 @@ class Unrolled(Context):
         """The number of passes so far: the next pass is this step."""
         return len(self.keys)
 
+    def keep(self, chains: Tensor) -> None:
+        """Go on with some of the chains: `[rows, chains left]` int64, their numbers in each row.
+
+        Raises:
+            ValueError: chains start everywhere.
+        """
+        if self.places is None:
+            raise ValueError("chains that start everywhere cannot be dropped: name their places")
+        self.places = self.places.take_along_dim(chains, dim=1)
+        index = chains[:, None, :, None]
+        self.keys[1:] = [keys.take_along_dim(index, dim=2) for keys in self.keys[1:]]
+        self.values[1:] = [values.take_along_dim(index, dim=2) for values in self.values[1:]]
+
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.keys.append(keys)
         self.values.append(values)

@@ -25,6 +25,8 @@ from vllm_specplugin.train.states import cached_states, examples_digest, token_s
 from vllm_specplugin.train.target import Setting, TargetModel
 
 LIBRARIES = ("matplotlib", "rich", "safetensors", "transformers")
+ANSWER_WEIGHT = 4
+"""How often an answer's token counts where a prompt's counts once, for what can be drafted."""
 DATA, WEIGHTS = "the contents of --data", "the weights of --target"
 
 
@@ -59,7 +61,7 @@ def train_heads(options: TrainOptions, build: Callable[[Any, Setting], Objective
     check_tokens(examples, target.frozen.vocab_size, options)
     trained, held_out = split(examples, options.held_out, options.seed)
     torch.manual_seed(options.seed)
-    setting = Setting(target.frozen, _counts([examples[i] for i in trained], target.frozen.vocab_size), dtype)
+    setting = Setting(target.frozen, token_counts([examples[i] for i in trained], target.frozen.vocab_size), dtype)
     objective = build(options, setting)
     about = _claim(objective, options, {DATA: examples_digest(examples), WEIGHTS: target.identity()})
     tokens = token_source(learnt(examples, trained) if options.learn_prompts else examples)
@@ -172,7 +174,11 @@ def learnt(examples: Sequence[Example], trained: Collection[int]) -> list[Exampl
     return [replace(example, answer_from=0) if i in chosen else example for i, example in enumerate(examples)]
 
 
-def _counts(examples: Sequence[Example], vocab_size: int) -> torch.Tensor:
-    """`[vocab]`: how often the target wrote each token."""
-    written = [token for example in examples for token in example.token_ids[example.answer_from :]]
-    return torch.bincount(torch.tensor(written, dtype=torch.int64), minlength=vocab_size)
+def token_counts(examples: Sequence[Example], vocab_size: int) -> torch.Tensor:
+    """`[vocab]`: how often each token stands in answers, and, less heavily, in prompts: of what is asked about, answers speak."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for example in examples:
+        tokens = torch.tensor(example.token_ids)
+        counts += torch.bincount(tokens, minlength=vocab_size)
+        counts += (ANSWER_WEIGHT - 1) * torch.bincount(tokens[example.answer_from :], minlength=vocab_size)
+    return counts

@@ -56,7 +56,7 @@ class Setting:
 
     target: FrozenTarget
     counts: torch.Tensor
-    """`[vocab]` int64: how often the target wrote each token in the examples that are trained on."""
+    """`[vocab]` int64: how much each token counts in the examples that are trained on: answers, and with less weight prompts."""
     dtype: torch.dtype
     """Of the arithmetic, and of the states in batches."""
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vllm_specplugin.heads.decoder import Unrolled
+from vllm_specplugin.heads.decoder import Unrolled, at_places
 from vllm_specplugin.heads.eagle import DraftHead
 from vllm_specplugin.train.batch import Batch
 from vllm_specplugin.train.losses import CrossEntropy, SoftLabels, cross_entropy
-from vllm_specplugin.train.objective import Losses, Objective, chained
+from vllm_specplugin.train.objective import Losses, Objective
 from vllm_specplugin.train.options import UnrolledOptions
 from vllm_specplugin.train.target import FrozenTarget
 
@@ -36,8 +36,7 @@ class Chains:
     def of(cls, batch: Batch) -> Chains:
         # At serving a place is drafted from once the target has chosen the token after it; the one after that is known here.
         starts = batch.counts[:, 1:-1]
-        number = int(starts.sum(dim=1).max())
-        places = starts.int().argsort(dim=1, descending=True, stable=True)[:, :number]
+        places = _packed(starts)
         return cls(places, starts.take_along_dim(places, dim=1))
 
     def ahead(self, sequence: Tensor, by: int) -> Tensor:
@@ -48,6 +47,50 @@ class Chains:
     def reach(self, marks: Tensor, by: int) -> Tensor:
         """Whether there is a place `by` places after each, and it is marked: `[rows, length]` bool -> `[rows, chains]`."""
         return self.live & (self.places + by < marks.shape[1]) & self.ahead(marks, by)
+
+
+class Drafting:
+    """A head's run over a batch: an iterator of what each step puts out at the chains that are left, `[rows, chains, hidden]`."""
+
+    def __init__(self, objective: UnrolledObjective, batch: Batch) -> None:
+        self.objective, self.batch = objective, batch
+        self.chains = Chains.of(batch)
+        self.right = self.chains.live
+        """`[rows, chains]` bool: every draft before this step's is right."""
+        self._context = Unrolled(self.chains.places)
+        self._hidden: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        head, tokens = self.objective.head, self.batch.token_ids
+        states = self.objective.states_of(self.batch)[:, :-1]
+        text = torch.arange(states.shape[1], device=states.device)
+        embedded = self._embed(tokens[:, 1:])
+        self._hidden = head(embedded, head.fuse(states), text, self._context, self.chains.places)
+        yield self._hidden
+        for step in range(1, self.objective.ttt_steps):
+            if not self.chains.places.shape[1]:
+                return
+            embedded = self._embed(self.chains.ahead(tokens, 1 + step))
+            self._hidden = head(embedded, self._hidden, self.chains.places + step, self._context)
+            yield self._hidden
+
+    def go_on(self, right: Tensor, drop_others: bool) -> None:
+        """Say where this step's drafts and those before them are right, `[rows, chains]`, and perhaps compute no others again."""
+        self.right = right
+        if drop_others and self._hidden is not None:
+            order = _packed(right)
+            self.right = right.take_along_dim(order, dim=1)
+            self.chains = Chains(self.chains.places.take_along_dim(order, dim=1), self.right)
+            self._hidden = at_places(self._hidden, order)
+            self._context.keep(order)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.objective.embedding)
+
+
+def _packed(marks: Tensor) -> Tensor:
+    """Where the marks of each row are, ascending; the rows with fewer than others have other places behind: `[rows, most]`."""
+    return marks.int().argsort(dim=1, descending=True, stable=True)[:, : int(marks.sum(dim=1).max())]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,15 +137,19 @@ class UnrolledObjective(Objective):
         """The loss of one step's places (`total` as cross_entropy makes it, by `weights [n]`), and its parts beside it."""
 
     def loss(self, batch: Batch) -> Losses:
-        chains = Chains.of(batch)
-        alive, right, known = chains.live, [], []
+        drafting = Drafting(self, batch)
+        right, tested = (torch.zeros(self.ttt_steps, dtype=torch.int64, device=batch.token_ids.device) for _ in range(2))
         parts: dict[str, Tensor] = {}
         total = batch.last.new_zeros((), dtype=torch.float32)
-        for step, hidden in enumerate(self.unroll(batch, chains)):
+        # Serving, and training with it, goes on where all drafts are right. A held-out loss runs over every draft: else a head
+        # that is right more often, and so goes on to more of them, would have more terms in its sum, and the higher loss.
+        accepted_only = self.accepted_only and self.training
+        for step, hidden in enumerate(drafting):
+            chains, reached = drafting.chains, drafting.right
             # Draft `step` of the chain from place t is to be token t + 2 + step, which the target chose one place before.
             there = chains.reach(batch.counts, 2 + step)
             labels = self.labels(chains.ahead(batch.token_ids, 2 + step))
-            learnt = there & alive & (labels >= 0)
+            learnt = there & (labels >= 0)
             judged = Judged(hidden[learnt], chains.ahead(batch.last, 1 + step)[learnt], labels[learnt])
             weights = hidden.new_full((len(judged.labels),), self.step_decay**step / batch.num_counted, dtype=torch.float32)
             entropy, more = self.judge(judged, weights)
@@ -111,26 +158,9 @@ class UnrolledObjective(Objective):
                 parts[name] = parts.get(name, 0) + part.detach()
             guessed = torch.zeros_like(there)
             guessed[learnt] = entropy.best == judged.labels
-            # A held-out loss runs over every draft: else a head that is right more often, and so goes on to more of them, would
-            # have more terms in its sum, and the higher loss.
-            alive = guessed if self.accepted_only and self.training else alive
-            right.append(guessed[chains.live])
-            known.append(there[chains.live])
-        return Losses(total, parts, *chained(torch.stack(right, dim=1), torch.stack(known, dim=1)))
-
-    def unroll(self, batch: Batch, chains: Chains) -> Iterator[Tensor]:
-        """Each step's output where chains start: `[rows, chains, hidden]`."""
-        states = self.states_of(batch)[:, :-1]
-        text, context = torch.arange(states.shape[1], device=states.device), Unrolled(chains.places)
-        hidden = self.head(self._embed(batch.token_ids[:, 1:]), self.head.fuse(states), text, context, chains.places)
-        yield hidden
-        for step in range(1, self.ttt_steps):
-            embeddings = self._embed(chains.ahead(batch.token_ids, 1 + step))
-            hidden = self.head(embeddings, hidden, chains.places + step, context)
-            yield hidden
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens, self.embedding)
+            right[step], tested[step] = (guessed & reached).sum(), (there & reached).sum()
+            drafting.go_on(guessed & reached, drop_others=accepted_only)
+        return Losses(total, parts, right, tested)
 
     def cross_entropy(
         self, states: Tensor, output: Tensor, judged: Judged, weights: Tensor, target_output: Tensor
