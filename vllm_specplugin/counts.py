@@ -226,15 +226,16 @@ class Counts:
     def report(self, report: StepReport) -> None:
         """What the worker says of the step: drafts for the next pass, and how the last ones fared."""
         self.on_device = bool(report.request_ids) and report.lengths is None
-        without = frozenset(report.without)
-        for place, request_id in enumerate(report.request_ids):
-            if report.lengths is None:
+        if report.lengths is None or not any(report.lengths):
+            without = frozenset(report.without)
+            for request_id in report.request_ids:
                 request = self._requests.get(request_id)
                 if request is not None:
-                    request.drafts = 0 if request_id in without else ON_DEVICE
-            else:
-                source = self.proposer if report.sources is None else report.sources[place]
-                self.drafted(request_id, source, report.lengths[place])
+                    request.drafts = ON_DEVICE if self.on_device and request_id not in without else 0
+        else:
+            sources = report.sources or [self.proposer] * len(report.lengths)
+            for request_id, source, drafts in zip(report.request_ids, sources, report.lengths, strict=True):
+                self.drafted(request_id, source, drafts)
         if report.judged is not None:
             self._hear(report.request_ids, report.judged)
         if self._totals:
@@ -251,6 +252,8 @@ class Counts:
     def _hear(self, request_ids: Sequence[str], judged: Mapping[str, tuple[int, int, int]]) -> None:
         """Tell the alarm what control has judged in a step with these requests."""
         self._judged_by_control = True
+        if not judged:
+            return
         known = [request.temperature for name in request_ids if (request := self._requests.get(name)) is not None]
         temperature = sum(known) / len(known) if known else 0.0
         for source, (chains, drafts, right) in judged.items():

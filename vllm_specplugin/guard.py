@@ -108,6 +108,8 @@ class CheckedDrafts:
 
     def rows(self) -> list[list[int]]:
         """The ragged rows."""
+        if not self.lengths.any():
+            return [[] for _ in self.lengths]
         return [ids[:length] for ids, length in zip(self.token_ids.tolist(), self.lengths.tolist(), strict=True)]
 
 

@@ -50,6 +50,8 @@ def test_live_steps_correct_the_curve(cost: Cost) -> None:
         assert said[drafts] / said[0] == pytest.approx(real(8, drafts) / real(8, 0), rel=0.05)
     # Where no step has been, a factor leans on others like it; and the curve is interpolated between 8 rows and 16.
     assert table.seconds(4, 8)[8] / table.seconds(4, 0)[0] == pytest.approx(real(4, 8) / real(4, 0), rel=0.08)
+    for requests in (1, 5, 8, 200):
+        assert table.plain_seconds(requests) == pytest.approx(float(table.seconds(requests, 0)[0]), rel=1e-12)
 
 
 @pytest.mark.parametrize("drafts", [0, 8], ids=["plain steps", "drafted steps"])
@@ -230,9 +232,17 @@ def test_positions_and_the_proposers_own_estimates_are_told_apart() -> None:
 def test_more_requests_than_run_at_once_are_kept_apart() -> None:
     acceptance = Acceptance(2, 2)
     assert len(set(acceptance.slots([f"r{place}" for place in range(9)]).tolist())) == 9
+    batch = ["r3", "r4"]
+    before = acceptance.slots(batch).tolist()
+    assert acceptance.slots(batch).tolist() == before
+    batch.append("r5")  # a list that its owner goes on changing
+    assert acceptance.slots(batch).tolist()[:2] == before
+    assert len(acceptance.slots(batch)) == 3
     acceptance.forget(["r3", "nobody"])
     assert acceptance.is_new("r3")
     assert not acceptance.is_new("r4")
+    taken = acceptance.slots(["r9"])  # the place that r3 had
+    assert not set(taken.tolist()) & set(acceptance.slots(batch).tolist())
 
 
 # -- whole engines -----------------------------------------------------------------------------------------

@@ -166,12 +166,12 @@ def test_wheels_that_have_everything(script: ModuleType, tmp_path: Path, capsys:
 
 def test_a_wheel_that_lacks_one(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = make_wheel(tmp_path, "0.32.0")
-    bad = make_wheel(tmp_path, "0.33.5", lambda source: source.replace("take_draft_token_ids", "take_drafts"))
+    bad = make_wheel(tmp_path, "0.33.5", lambda source: source.replace("_input_fits_in_drafter", "_fits_in_drafter"))
     code = script.main(["--cache", str(tmp_path / "cache"), f"--wheel={good}", f"--wheel={bad}"])
     out = capsys.readouterr().out
     assert code == 1
     assert out.count("missing") == 1  # in the table
-    assert "vllm 0.33.5, V2 draft lengths: no GPUModelRunner.take_draft_token_ids in v1/worker/gpu/model_runner.py" in out
+    assert "vllm 0.33.5, V1 length edge: no GPUModelRunner._input_fits_in_drafter in v1/worker/gpu_model_runner.py" in out
 
 
 def test_what_is_no_wheel(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,8 @@ class Acceptance:
         self.right = 0
         """How many of the drafts that the last step judged were right."""
         self._slots: dict[str, int] = {}
+        self._last: tuple[list[str], NDArray[np.int64]] | None = None
+        """What `slots` was asked last, and what it said: from step to step that is mostly the same."""
         self._free = list(range(most_requests))
         self._of_request = np.zeros((most_requests, 3))
         """`[slots]`: tests, how many of them were accepted, and how many should have been by the estimates for all requests."""
@@ -101,13 +103,17 @@ class Acceptance:
 
     def slots(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """`[rows]`: where the figures of each request are kept; new ones get a place."""
+        if self._last is not None and self._last[0] == request_ids:
+            return self._last[1]
         known = self._slots
         for request_id in request_ids:
             if request_id not in known:
                 slot = known[request_id] = self._free.pop() if self._free else self._grow()
                 self._of_request[slot] = 0.0
                 self._streaks[slot] = self._lengths[slot] = self._open_lengths[slot] = 0
-        return np.fromiter((known[request_id] for request_id in request_ids), dtype=np.int64, count=len(request_ids))
+        slots = np.fromiter((known[request_id] for request_id in request_ids), dtype=np.int64, count=len(request_ids))
+        self._last = list(request_ids), slots
+        return slots
 
     def is_new(self, request_id: str) -> bool:
         """No step of the request has been seen."""
@@ -124,6 +130,7 @@ class Acceptance:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests ended; ids may be unknown."""
+        self._last = None
         for request_id in request_ids:
             slot = self._slots.pop(request_id, None)
             if slot is not None:
@@ -237,6 +244,8 @@ class Acceptance:
 
     def take(self) -> dict[str, tuple[int, int, int]]:
         """What was judged since the last call, by source: rows whose first draft was, all drafts, and those that were right."""
+        if not self._tally.any():
+            return {}
         taken = {name: self._tally[index].tolist() for name, index in self._sources.items()}
         self._tally[:] = 0
         return {name: (chains, judged, right) for name, (chains, judged, right) in taken.items() if judged}

@@ -195,8 +195,7 @@ class Controller:
             spent: seconds that went into drafting for the next one already.
         """
         now = self._clock() - spent
-        counts = np.diff(offsets)
-        running = frozenset(request_id for request_id, count in zip(request_ids, counts.tolist(), strict=True) if count)
+        running = self._of(request_ids, offsets)
         # Only between two steps of the same requests was there nothing but the pass; and prefilling is not what is chosen here.
         if self._ended is not None and len(running) == len(request_ids) and running <= self._running and now > self._ended:
             self.costs.observe(len(running), int(tested.sum()), now - self._ended)
@@ -207,6 +206,15 @@ class Controller:
             self._begun = {request_id for request_id in request_ids if self.acceptance.is_new(request_id)}
         self._slots = self.acceptance.slots(request_ids)
         self.acceptance.committed(self._slots, tokens, offsets, tested)
+
+    def _of(self, request_ids: Sequence[str], offsets: NDArray[np.int64]) -> frozenset[str]:
+        """The requests of a step that it committed tokens of."""
+        counts = offsets[1:] - offsets[:-1]
+        if not counts.all():
+            return frozenset(request_id for request_id, count in zip(request_ids, counts.tolist(), strict=True) if count)
+        if len(request_ids) == len(self._running) and self._running.issuperset(request_ids):
+            return self._running
+        return frozenset(request_ids)
 
     def asks(self, request_ids: Sequence[str]) -> bool:
         """Whether the proposer is to be asked in this step, of the requests `[rows]`."""
@@ -228,7 +236,7 @@ class Controller:
         rows = max(self._rows, 1)
         steps = TRIAL_STEPS if self.stateful else PROBE_STEPS
         price = self._resuming.seconds(rows) + self._asking.seconds(rows) * (steps - 1)
-        self._credit = min(self._credit + PROBE_SHARE * float(self.costs.seconds(rows, 0)[0]), 2 * price)
+        self._credit = min(self._credit + PROBE_SHARE * self.costs.plain_seconds(rows), 2 * price)
         self._unasked += 1
         due = self._credit >= price and self._unasked > LEAST_PROBE_INTERVAL
         if self.stateful:

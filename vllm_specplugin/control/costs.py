@@ -94,10 +94,18 @@ class CostTable:
             logs[1:] += np.interp(self._places[requests + 1 : end], np.arange(len(of_cells)), of_cells)
         return np.exp(logs)
 
+    def plain_seconds(self, requests: int) -> float:
+        """What a step of so many requests takes without drafts: `seconds(requests, 0)[0]`, for little."""
+        if requests >= len(self._log_curve):
+            self._prepare(2 * requests)
+        return math.exp(float(self._log_curve[requests]) + (self._drift or 0.0) + self._plain.at(cell_of(requests)))
+
     def observe(self, requests: int, drafts: int, seconds: float) -> None:
         """A step of so many requests, with so many drafts in all, took `seconds`."""
         place, rows_place = cell_of(requests), cell_of(requests + drafts)
-        measured = math.log(seconds / float(self.curve(requests + drafts)))
+        if requests + drafts >= len(self._log_curve):
+            self._prepare(2 * (requests + drafts))
+        measured = math.log(seconds) - float(self._log_curve[requests + drafts])
         if self._drift is None:
             self._drift = measured
         expected = self._drift + self._plain.at(place) + (self._drafted.at((place, rows_place)) if drafts else 0.0)
@@ -117,16 +125,22 @@ class TypicalSeconds:
 
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}
+        self._median: dict[int, float] = {}
 
     def observe(self, requests: int, seconds: float) -> None:
         """With so many requests it took `seconds`."""
-        self._last.setdefault(_magnitude(requests), deque(maxlen=REMEMBERED)).append(seconds)
+        here = _magnitude(requests)
+        last = self._last.setdefault(here, deque(maxlen=REMEMBERED))
+        last.append(seconds)
+        self._median[here] = median(last)
 
     def seconds(self, requests: int) -> float:
         """With so many requests, or with the number nearest to it that was seen; 0 where none was."""
         here = _magnitude(requests)
-        nearest = min(self._last, key=lambda magnitude: abs(magnitude - here), default=None)
-        return 0.0 if nearest is None else median(self._last[nearest])
+        if here in self._median:
+            return self._median[here]
+        nearest = min(self._median, key=lambda magnitude: abs(magnitude - here), default=None)
+        return 0.0 if nearest is None else self._median[nearest]
 
 
 class _Factors:

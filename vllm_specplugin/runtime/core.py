@@ -316,9 +316,10 @@ class Runtime:
 
     def _miss(self, request_ids: Sequence[str]) -> None:
         self.guard.skip(request_ids)
-        for request_id in request_ids:
-            self.drafted.drop(request_id)
-            self._drafted.pop(request_id, None)
+        self.drafted.drop_all(request_ids)
+        if self._drafted:
+            for request_id in request_ids:
+                self._drafted.pop(request_id, None)
 
     def _controlled(self, controller: Controller, checked: CheckedDrafts, step: Step, seconds: float) -> CheckedDrafts:
         """As many of the drafts as pay; asking for them took `seconds`."""

@@ -147,14 +147,13 @@ class _Hooks:
         return passes
 
     def _count(self, output: EngineCoreOutput, passes: Mapping[str, tuple[str, int, int]]) -> None:
-        request_id = output.request_id
-        if request_id not in self.counts:
-            return
-        emitted = len(output.new_token_ids)
+        request_id, emitted, finished = output.request_id, len(output.new_token_ids), output.finish_reason is not None
         if emitted:
-            source, verified, generated = passes.get(request_id, ("", 0, emitted))
+            source, verified, generated = passes.get(request_id) or ("", 0, emitted)
             self.counts.emitted(request_id, source, verified, generated, emitted)
-        if self._front_end_listens and (output.finish_reason is not None or request_id in self._with_stops):
+        if not (finished or request_id in self._with_stops) or request_id not in self.counts:
+            return
+        if self._front_end_listens:
             output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: self.counts.dump(request_id)}
-        if output.finish_reason is not None and request_id not in self.scheduler.requests:
+        if finished and request_id not in self.scheduler.requests:
             self._forget({request_id})

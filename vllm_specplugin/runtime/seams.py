@@ -311,6 +311,24 @@ SEAMS: tuple[Seam, ...] = (
         "self",
         "common_attn_metadata",
     ),
+    _v1(
+        "V1 rows without drafts",
+        "replaces",
+        _V1,
+        "GPUModelRunner._calc_spec_decode_metadata",
+        "cost no more than in plain decoding",
+        "self",
+        "num_draft_tokens",
+        "cu_num_scheduled_tokens",
+    ),
+    _v1(
+        "V1 no drafts",
+        "replaces",
+        _V1,
+        "GPUModelRunner.take_draft_token_ids",
+        "not hand an empty list for every request to the scheduler",
+        "self",
+    ),
     _v1("V1 verification", "replaces", _V1, "GPUModelRunner.rejection_sampler", "verify (on the runner object)"),
     _v1(
         "V1 custom drafter",
@@ -413,6 +431,14 @@ SEAMS: tuple[Seam, ...] = (
         for field in ("batch_size", "removed", "added", "moved")
     ),
     _v1("V1 draft counts", "reads", "v1/spec_decode/metadata.py", "SpecDecodeMetadata.num_draft_tokens", "which rows are whose"),
+    _v1(
+        "V1 rows",
+        "calls",
+        "v1/spec_decode/metadata.py",
+        "SpecDecodeMetadata.target_logits_indices",
+        "say that there are no drafts",
+    ),
+    _v1("V1 rows", "calls", "utils/torch_utils.py", "async_tensor_h2d", "not wait for the device"),
     _v2(
         "V2 runner", "replaces", _V2, "GPUModelRunner.__init__", "attach to a runner once built", "self", "vllm_config", "device"
     ),
