@@ -164,6 +164,46 @@ def test_heads_that_sleep_would_lose_are_named(warned: list[str]) -> None:
     assert "after level 2 they are gone, and the engine must be restarted" in line
 
 
+# -- the scheduler's methods -------------------------------------------------------------------------------
+
+
+def counting_scheduler(config: Any, outputs: Any) -> Any:
+    """A scheduler with our methods around its own, all of whose steps come out alike."""
+    scheduler = SimpleNamespace(
+        vllm_config=config,
+        log_stats=True,
+        requests={},
+        update_from_output=lambda *_: {0: outputs},
+        update_draft_token_ids=None,
+    )
+    scheduler_metrics.attach(scheduler)  # type: ignore[arg-type]
+    return scheduler
+
+
+def step_that_begins(request_id: str) -> Any:
+    """What a scheduler says of a step with a request that is new in it."""
+    params = SimpleNamespace(extra_args=None, temperature=0.0, structured_outputs=None, stop=[])
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=request_id, sampling_params=params)],
+        scheduled_spec_decode_tokens={},
+        num_invalid_spec_tokens=None,
+        finished_req_ids=set(),
+        preempted_req_ids=None,
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_drafts_of_a_session_s_last_turn_are_dropped(asynchronous: bool) -> None:
+    """The worker says nothing where it has no drafts; planned ahead, what is there belongs to the next step already."""
+    config = deployed(asynchronous=asynchronous)
+    scheduler = counting_scheduler(config, SimpleNamespace(outputs=[], scheduler_stats=None))
+    session, other = SimpleNamespace(spec_token_ids=[5, 6]), SimpleNamespace(spec_token_ids=[7])
+    scheduler.requests.update(a=session, b=other)
+    scheduler.update_from_output(step_that_begins("a"), ModelRunnerOutput(["a"], {"a": 0}, [[1]]))
+    assert session.spec_token_ids == ([5, 6] if asynchronous else [])
+    assert other.spec_token_ids == [7]
+
+
 # -- the front end in Rust ---------------------------------------------------------------------------------
 
 
@@ -175,23 +215,8 @@ def test_nothing_is_sent_to_a_front_end_that_would_hand_it_on(
     assert rust is envs.VLLM_USE_RUST_FRONTEND
     ended = SimpleNamespace(request_id="a", new_token_ids=[1], finish_reason="stop", kv_transfer_params={"theirs": 1})
     stats = SimpleNamespace(kv_connector_stats=None)
-    scheduler: Any = SimpleNamespace(
-        vllm_config=deployed(),
-        log_stats=True,
-        requests={},
-        update_from_output=lambda *_: {0: SimpleNamespace(outputs=[ended], scheduler_stats=stats)},
-        update_draft_token_ids=None,
-    )
-    scheduler_metrics.attach(scheduler)
-    params = SimpleNamespace(extra_args=None, temperature=0.0, structured_outputs=None, stop=[])
-    step = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id="a", sampling_params=params)],
-        scheduled_spec_decode_tokens={},
-        num_invalid_spec_tokens=None,
-        finished_req_ids=set(),
-        preempted_req_ids=None,
-    )
-    scheduler.update_from_output(step, ModelRunnerOutput(["a"], {"a": 0}, [[1]]))
+    scheduler = counting_scheduler(deployed(), SimpleNamespace(outputs=[ended], scheduler_stats=stats))
+    scheduler.update_from_output(step_that_begins("a"), ModelRunnerOutput(["a"], {"a": 0}, [[1]]))
     ours = not rust
     assert (scheduler_metrics.KEY in ended.kv_transfer_params) is ours
     assert ended.kv_transfer_params["theirs"] == 1

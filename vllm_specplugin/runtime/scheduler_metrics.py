@@ -58,6 +58,7 @@ class _Hooks:
         is_adaptive = config.adaptive and (spec.plans_ahead or not scheduler.vllm_config.scheduler_config.async_scheduling)
         alarm = Alarm(_is_learned, adaptive=is_adaptive)
         self.scheduler = scheduler
+        self._synchronous = not scheduler.vllm_config.scheduler_config.async_scheduling
         self._front_end_listens = not uses_rust_front_end()
         """It takes out again what is sent to it; else that would end up in answers."""
         if not self._front_end_listens:
@@ -81,6 +82,10 @@ class _Hooks:
         """As in stock; then count what each request was given, which is what the outputs say and not what was sampled."""
         for request in scheduler_output.scheduled_new_reqs:
             self._admit(request)
+            known = self.scheduler.requests.get(request.req_id) if self._synchronous else None
+            if known is not None:
+                # A session may come with drafts of its last turn, which nobody replaces where the worker has none for this step.
+                known.spec_token_ids = []
         for request_id in scheduler_output.preempted_req_ids or ():  # its drafts are void, whatever rows it is given next
             self.counts.drafted(request_id, self.counts.proposer, 0)
         passes = self._passes(scheduler_output, model_runner_output)

@@ -221,6 +221,7 @@ SEAMS: tuple[Seam, ...] = (
             ("reads", "v1/core/sched/output.py", "SchedulerOutput.scheduled_spec_decode_tokens", "which drafts are verified"),
             ("reads", "v1/core/sched/output.py", "SchedulerOutput.num_invalid_spec_tokens", "which drafts a grammar refused"),
             ("reads", "v1/core/sched/output.py", "SchedulerOutput.scheduled_new_reqs", "meet requests"),
+            ("reads", "v1/request.py", "Request.spec_token_ids", "drop drafts of a session's last turn"),
             ("reads", "v1/core/sched/output.py", "SchedulerOutput.finished_req_ids", "forget requests that ended"),
         )
     ),

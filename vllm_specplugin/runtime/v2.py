@@ -104,6 +104,12 @@ class Drafting:
         self.draft_lengths[input_batch.idx_mapping] = lengths
         self._last = (input_batch.req_ids, lengths if on_host is None else on_host)
 
+    @property
+    def has_none(self) -> bool:
+        """The host knows that the last step has no drafts."""
+        lengths = self._last[1]
+        return not isinstance(lengths, torch.Tensor) and not any(lengths)
+
     def trim(self, drafts: DraftTokenIds) -> DraftTokenIds:
         """What the scheduler shall verify of the last step's drafts."""
         ids, lengths = self._last
@@ -258,6 +264,8 @@ def attach(runner: GPUModelRunner) -> None:
     stock_take = runner.take_draft_token_ids
 
     def take_draft_token_ids() -> DraftTokenIds | None:
+        if drafting.has_none:  # the scheduler has used up those of the step before
+            return None
         drafts = stock_take()
         return None if drafts is None else drafting.trim(drafts)
 

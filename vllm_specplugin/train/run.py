@@ -27,7 +27,7 @@ from vllm_specplugin.train.target import Setting, TargetModel
 LIBRARIES = ("matplotlib", "rich", "safetensors", "transformers")
 ANSWER_WEIGHT = 4
 """How often an answer's token counts where a prompt's counts once, for what can be drafted."""
-DATA, WEIGHTS = "the contents of --data", "the weights of --target"
+DATA, WEIGHTS, COUNTS = "the contents of --data", "the weights of --target", "the counts of tokens in --data"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,8 @@ def train_heads(options: TrainOptions, build: Callable[[Any, Setting], Objective
     torch.manual_seed(options.seed)
     setting = Setting(target.frozen, token_counts([examples[i] for i in trained], target.frozen.vocab_size), dtype)
     objective = build(options, setting)
-    about = _claim(objective, options, {DATA: examples_digest(examples), WEIGHTS: target.identity()})
+    counted = f"{ANSWER_WEIGHT} in answers, 1 in prompts"  # which draft vocabularies go by
+    about = _claim(objective, options, {DATA: examples_digest(examples), WEIGHTS: target.identity(), COUNTS: counted})
     tokens = token_source(learnt(examples, trained) if options.learn_prompts else examples)
     source: Source = tokens
     if objective.states != "none":
@@ -176,9 +177,9 @@ def learnt(examples: Sequence[Example], trained: Collection[int]) -> list[Exampl
 
 def token_counts(examples: Sequence[Example], vocab_size: int) -> torch.Tensor:
     """`[vocab]`: how often each token stands in answers, and, less heavily, in prompts: of what is asked about, answers speak."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for example in examples:
-        tokens = torch.tensor(example.token_ids)
-        counts += torch.bincount(tokens, minlength=vocab_size)
-        counts += (ANSWER_WEIGHT - 1) * torch.bincount(tokens[example.answer_from :], minlength=vocab_size)
-    return counts
+    every = [token for example in examples for token in example.token_ids]
+    answers = [token for example in examples for token in example.token_ids[example.answer_from :]]
+    in_all, in_answers = (
+        torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size) for tokens in (every, answers)
+    )
+    return in_all + (ANSWER_WEIGHT - 1) * in_answers

@@ -1,4 +1,4 @@
-"""V1's short cuts for steps in which nobody has drafts: they say what vLLM's own code says."""
+"""Short cuts for steps in which nobody has drafts: they say what vLLM's own code says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_specplugin.runtime import v2
 from vllm_specplugin.runtime.v1 import _Hooks
 
 
@@ -60,3 +61,33 @@ def test_the_scheduler_hears_of_drafts_and_of_none_where_there_are_none() -> Non
     assert hooks.take_draft_token_ids() == DraftTokenIds(["a", "b"], [[], [5, 6]])
     runner._draft_token_ids = [[], []]
     assert hooks.take_draft_token_ids() is None
+
+
+class V2Runner:
+    """As much of V2's runner as `attach` touches, with two requests that have two places each."""
+
+    def __init__(self) -> None:
+        self.speculator: Any = object.__new__(v2.PluginSpeculator)
+        self.scheduler_config = SimpleNamespace(async_scheduling=False)
+        drafting = vars(self.speculator)["drafting"] = object.__new__(v2.Drafting)
+        drafting.runtime = SimpleNamespace(
+            meter=SimpleNamespace(attach=lambda *_: None), capabilities=SimpleNamespace(hidden_states="none")
+        )
+        drafting._last = ((), ())
+        v2.attach(self)  # type: ignore[arg-type]
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return DraftTokenIds(["a", "b"], [[-1, -1], [-1, -1]])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heard"),
+    [([0, 2], [[], [-1, -1]]), ([0, 0], None), (torch.tensor([1, 0]), [[-1], []]), (torch.tensor([0, 0]), [[], []])],
+    ids=["some", "none", "some, as the device knows", "none, as the device knows"],
+)
+def test_v2_s_scheduler_hears_of_them_likewise(lengths: list[int] | torch.Tensor, heard: list[list[int]] | None) -> None:
+    """Where only the device knows how many there are nobody asks it just to say that there are none."""
+    runner = V2Runner()
+    runner.speculator.drafting._last = (["a", "b"], lengths)
+    taken = runner.take_draft_token_ids()
+    assert (None if taken is None else taken.draft_token_ids) == heard
