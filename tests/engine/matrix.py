@@ -287,8 +287,8 @@ ROWS: tuple[Row, ...] = (
         Answer.REFUSED,
         "test_other_parameters.py::test_an_engine_that_marks_its_text[{runner}] "
         "test_other_parameters.py::test_as_plain_decoding[{verifier}-{runner}-watermarking]",
-        "It needs an engine that is started with a watermark, and vLLM starts none with a drafter that is not its own; "
-        "in another engine the parameter does nothing.",
+        "It needs an engine that is started with a watermark, and with one of our proposers none is: that is refused at start. "
+        "In another engine the parameter has no effect, and vLLM says so once.",
     ),
     everywhere(
         "trace_decode_token_ids",
