@@ -230,7 +230,13 @@ def test_ranks_that_came_by_a_verdict_differently_agree(monkeypatch: pytest.Monk
 def test_on_v1_a_session_that_goes_on_is_a_new_request() -> None:
     """It may bring other sampling parameters, and its history has changed."""
     forgotten: list[str] = []
-    runner: Any = SimpleNamespace(_update_states=lambda output: output)
+    runner: Any = SimpleNamespace(
+        max_num_reqs=1,
+        device=torch.device("cpu"),
+        _update_states=lambda output: output,
+        _calc_spec_decode_metadata=None,
+        take_draft_token_ids=None,
+    )
     hooks = _Hooks(runner, SimpleNamespace(forget=forgotten.extend))  # type: ignore[arg-type]
     new = [SimpleNamespace(req_id="goes on")]
     hooks.update_states(SimpleNamespace(finished_req_ids={"ended"}, preempted_req_ids=None, scheduled_new_reqs=new))  # type: ignore[arg-type]
