@@ -123,9 +123,9 @@ def test_the_layout_holds_the_same_model(v1: EngineWorker, trained: Trained) -> 
 
 @pytest.mark.parametrize("config", [{"method": "mtp"}, {"proposer": "mtp"}], ids=["stock", "plugin"])
 def test_the_engine_accepts_what_training_expects(v1: EngineWorker, trained: Trained, config: dict[str, Any]) -> None:
-    """Greedily, one request after another: equal numbers of drafts, and of drafts accepted up to each of k places."""
+    """Greedily: equal numbers of drafts, and of drafts accepted up to each of k places."""
     v1.open(trained.folder, {**config, "num_speculative_tokens": K})
-    answers = [v1.generate([prompt], GREEDY)[0] for prompt in PROMPTS]
+    answers = v1.generate(PROMPTS, GREEDY)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in trained.answers]
     drafts, accepted = counted(v1)
     assert (drafts, accepted) == (trained.drafts, trained.accepted)
