@@ -195,7 +195,7 @@ class Controller:
             spent: seconds that went into drafting for the next one already.
         """
         now = self._clock() - spent
-        running = self._of(request_ids, offsets)
+        running = self._running_in(request_ids, offsets)
         # Only between two steps of the same requests was there nothing but the pass; and prefilling is not what is chosen here.
         if self._ended is not None and len(running) == len(request_ids) and running <= self._running and now > self._ended:
             self.costs.observe(len(running), int(tested.sum()), now - self._ended)
@@ -207,7 +207,7 @@ class Controller:
         self._slots = self.acceptance.slots(request_ids)
         self.acceptance.committed(self._slots, tokens, offsets, tested)
 
-    def _of(self, request_ids: Sequence[str], offsets: NDArray[np.int64]) -> frozenset[str]:
+    def _running_in(self, request_ids: Sequence[str], offsets: NDArray[np.int64]) -> frozenset[str]:
         """The requests of a step that it committed tokens of."""
         counts = offsets[1:] - offsets[:-1]
         if not counts.all():

@@ -73,6 +73,11 @@ class CostTable:
         self._places = PER_OCTAVE * np.log2(rows)
         """By rows, where on the logarithmic axis of cells they lie."""
 
+    def _cover(self, end: int) -> None:
+        """Have the tables by rows reach so far."""
+        if end > len(self._log_curve):
+            self._prepare(2 * end)
+
     def curve(self, rows: NDArray[np.integer] | int) -> NDArray[np.float64]:
         """Seconds of the bare model over `rows`, as timed at start-up; beyond the largest it goes on as between the last two."""
         rows = np.asarray(rows, dtype=np.float64)
@@ -86,8 +91,7 @@ class CostTable:
         """`[most_drafts + 1]`: what a step of so many requests takes with 0, 1, ... drafts in all."""
         cell = cell_of(requests)
         end = requests + most_drafts + 1
-        if end > len(self._log_curve):
-            self._prepare(2 * end)
+        self._cover(end)
         logs = self._log_curve[requests:end] + ((self._drift or 0.0) + self._plain.at(cell))
         if most_drafts:
             of_cells = self._drafted.row(cell)
@@ -96,15 +100,13 @@ class CostTable:
 
     def plain_seconds(self, requests: int) -> float:
         """What a step of so many requests takes without drafts: `seconds(requests, 0)[0]`, for little."""
-        if requests >= len(self._log_curve):
-            self._prepare(2 * requests)
+        self._cover(requests + 1)
         return math.exp(float(self._log_curve[requests]) + (self._drift or 0.0) + self._plain.at(cell_of(requests)))
 
     def observe(self, requests: int, drafts: int, seconds: float) -> None:
         """A step of so many requests, with so many drafts in all, took `seconds`."""
         place, rows_place = cell_of(requests), cell_of(requests + drafts)
-        if requests + drafts >= len(self._log_curve):
-            self._prepare(2 * (requests + drafts))
+        self._cover(requests + drafts + 1)
         measured = math.log(seconds) - float(self._log_curve[requests + drafts])
         if self._drift is None:
             self._drift = measured
@@ -137,8 +139,6 @@ class TypicalSeconds:
     def seconds(self, requests: int) -> float:
         """With so many requests, or with the number nearest to it that was seen; 0 where none was."""
         here = _magnitude(requests)
-        if here in self._median:
-            return self._median[here]
         nearest = min(self._median, key=lambda magnitude: abs(magnitude - here), default=None)
         return 0.0 if nearest is None else self._median[nearest]
 

@@ -82,16 +82,11 @@ class _Hooks:
         self._stock_update_states = runner._update_states
         self._stock_metadata, self._stock_take = runner._calc_spec_decode_metadata, runner.take_draft_token_ids
         self._numbers = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32, device=runner.device)
-        self._known: list[Request] = []
-        """The requests of the last step, by row."""
 
     def update_states(self, scheduler_output: SchedulerOutput) -> Any:
         """As in stock, and the proposer forgets requests that ended or lost their KV cache, or whose session goes on anew."""
-        begun = [request.req_id for request in scheduler_output.scheduled_new_reqs]  # known ones: sessions with streamed input
-        gone = [*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ()), *begun]
-        if gone:
-            self._known = []
-            self.runtime.forget(gone)
+        begun = (request.req_id for request in scheduler_output.scheduled_new_reqs)  # known ones: sessions with streamed input
+        self.runtime.forget(chain(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or (), begun))
         return self._stock_update_states(scheduler_output)
 
     def calc_spec_decode_metadata(
@@ -178,11 +173,9 @@ class _Hooks:
         return drafts
 
     def _requests(self) -> list[Request]:
-        request_ids, states, request = self.runner.input_batch.req_ids, self.runner.requests, self.runtime.request
-        known = self._known
-        if len(known) != len(request_ids) or any(one.request_id != name for one, name in zip(known, request_ids, strict=True)):
-            known = self._known = [request(request_id, states[request_id].sampling_params) for request_id in request_ids]
-        return known
+        runner = self.runner
+        request = self.runtime.request
+        return [request(request_id, runner.requests[request_id].sampling_params) for request_id in runner.input_batch.req_ids]
 
 
 class _NativeHooks(_Hooks):
